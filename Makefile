@@ -1,0 +1,26 @@
+# `make demo` and `make test` set everything up themselves: python3 (3.11 or newer), git and make are all they need.
+VENV := .venv
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint clean
+
+demo: $(READY)
+	$(VENV)/bin/samopt demo
+
+test: $(READY)
+	$(PYTHON) -m pytest
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+$(READY): pyproject.toml
+	python3 -c 'import sys; sys.exit(sys.version_info < (3, 11) and "samopt needs Python 3.11 or newer")'
+	python3 -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)
