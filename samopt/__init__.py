@@ -1,0 +1,58 @@
+"""samopt optimises Meta's unmodified Segment Anything, pass by pass, with the accuracy shown before and after each.
+
+from samopt import optimize
+fast = optimize(sam, recipe="fast")
+print(samopt.report(fast))
+"""
+
+from samopt.base import Numerics, Pass, Phase
+from samopt.errors import (
+    AccuracyError,
+    AlreadyApplied,
+    CheckpointError,
+    InvalidInput,
+    NoSites,
+    RecipeError,
+    SamoptError,
+    Unsupported,
+)
+from samopt.gate import Budget
+from samopt.graph import Declined, GraphPass
+from samopt.optimize import optimize
+from samopt.rebind import clone, rebind
+from samopt.recipe import Recipe, Step
+from samopt.report import Report, report
+from samopt.result import PassResult, Site, Skip
+from samopt.samples import Sample
+from samopt.verify import Agreement, Reference, verify
+
+__all__ = [
+    "AccuracyError",
+    "Agreement",
+    "AlreadyApplied",
+    "Budget",
+    "CheckpointError",
+    "Declined",
+    "GraphPass",
+    "InvalidInput",
+    "NoSites",
+    "Numerics",
+    "Pass",
+    "PassResult",
+    "Phase",
+    "Recipe",
+    "RecipeError",
+    "Reference",
+    "Report",
+    "SamoptError",
+    "Sample",
+    "Site",
+    "Skip",
+    "Step",
+    "Unsupported",
+    "clone",
+    "optimize",
+    "rebind",
+    "report",
+    "verify",
+]

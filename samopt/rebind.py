@@ -1,0 +1,70 @@
+"""New modules from old ones: clones that share weights, and methods bound to one module.
+
+A rewrite changes what a module computes, not what it is: its class, attributes, children and state_dict stay.
+So new code is bound to the one instance, as a `functools.partial` over a function that can be imported by name:
+unlike a bound method or a closure it deep-copies, pickles, and is traced by `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def clone(module: M) -> M:
+    """A copy of `module` with fresh Parameter and buffer objects on the same storage.
+
+    Moving, casting, hooking or compiling the clone leaves the original alone. Writing values in place does not:
+    a pass must not.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = buffer.detach()
+    return copy.deepcopy(module, memo)
+
+
+def rebind(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
+    """Makes `module.method(...)` run `function(module, ...)`.
+
+    Args:
+        module: the instance to change, usually a clone.
+        method: the name that callers use, such as "forward".
+        function: importable by name (or itself picklable), so that the module still pickles.
+    """
+    module.__dict__[method] = functools.partial(function, module)
+
+
+def wrap(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
+    """Makes `module.method(...)` run `function(inner, module, ...)`, where `inner(...)` is the method as it was."""
+    inner = module.__dict__.get(method) or functools.partial(getattr(type(module), method), module)
+    module.__dict__[method] = functools.partial(function, inner, module)
+
+
+def retarget(contents: dict[str, Any], old: nn.Module, new: nn.Module) -> dict[str, Any]:
+    """The attributes `contents` of `old`, with the methods bound to `old` bound to `new` instead."""
+
+    def follow(value: Any) -> Any:
+        if isinstance(value, functools.partial):
+            return functools.partial(value.func, *map(follow, value.args), **value.keywords)
+        return new if value is old else value
+
+    return {key: follow(value) for key, value in contents.items()}
+
+
+def get_module(model: nn.Module, fqn: str) -> nn.Module:
+    """The module named `fqn` in `model`; "" is the model itself."""
+    return model.get_submodule(fqn)
+
+
+def set_module(model: nn.Module, fqn: str, module: nn.Module) -> None:
+    """Puts `module` where `fqn` is in `model` (not the root, which is nobody's child)."""
+    parent, _, name = fqn.rpartition(".")
+    model.get_submodule(parent)._modules[name] = module

@@ -1,0 +1,71 @@
+"""What a pass saw and did: sites, skips, and the means to undo it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from samopt.errors import SamoptError
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module that a pass will rewrite.
+
+    Attributes:
+        fqn: the module's dotted name in the model; "" is the model itself.
+        facts: what `match` saw and the module alone cannot know, such as its token grid.
+    """
+
+    fqn: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        facts = ", ".join(f"{key}={value}" for key, value in self.facts.items())
+        return f"{self.fqn or '(the model)'}{f' ({facts})' if facts else ''}"
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A module that a pass declines, and why."""
+
+    fqn: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.fqn or '(the model)'}: {self.reason}"
+
+
+class PassResult:
+    """The outcome of one pass on one model.
+
+    Attributes:
+        name: the pass, with its options.
+        sites: what was rewritten.
+        skipped: what was declined, each with its reason.
+        seconds: how long matching, building and installing took.
+    """
+
+    def __init__(
+        self, name: str, sites: tuple[Site, ...], skipped: tuple[Skip, ...], seconds: float, undo: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self.sites = sites
+        self.skipped = skipped
+        self.seconds = seconds
+        self._undo: Callable[[], None] | None = undo
+
+    def undo(self) -> None:
+        """Puts the modules the pass replaced back, the very objects, bit for bit.
+
+        Raises:
+            SamoptError: when undone before, or when a later pass rewrote the same modules: undo that one first.
+        """
+        if self._undo is None:
+            raise SamoptError(f"{self.name} was undone already; apply the pass again to redo it")
+        self._undo()
+        self._undo = None
+
+    def __repr__(self) -> str:
+        return f"PassResult({self.name}: {len(self.sites)} sites, {len(self.skipped)} skipped, {self.seconds:.2f} s)"

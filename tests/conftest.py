@@ -1,0 +1,79 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from segment_anything.modeling import Sam
+from torch import nn
+
+from samopt import Sample, optimize
+from samopt.passes import HoistRelPos, WhereIndexing
+from tests.models import random_sam
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small models run several times faster on one thread than on threads that wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny256() -> Sam:
+    """The embedded model at 256 px, with its trained weights. Shared: do not change it."""
+    from samopt.tiny import load_tiny
+
+    return load_tiny(img_size=256)
+
+
+@pytest.fixture(scope="session")
+def optimised(tiny256: Sam) -> Callable[[str], Sam]:
+    """The embedded model at 256 px under a recipe, made once: a name, "hoisted", or "unmodified". Shared like it."""
+
+    @functools.cache
+    def optimised(recipe: str) -> Sam:
+        if recipe == "unmodified":
+            return tiny256
+        return optimize(tiny256, [HoistRelPos(), WhereIndexing()] if recipe == "hoisted" else recipe, verify="off")
+
+    return optimised
+
+
+@pytest.fixture
+def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compiles without TorchInductor: graphs are captured and guarded as ever, and run without generated code."""
+    original = nn.Module.compile
+
+    def without_inductor(module: nn.Module, *, fullgraph: bool, dynamic: bool, **_: Any) -> None:
+        original(module, backend="eager", fullgraph=fullgraph, dynamic=dynamic)
+
+    monkeypatch.setattr(nn.Module, "compile", without_inductor)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def sam() -> Sam:
+    """A small Sam with random weights, of the test's own."""
+    return random_sam()
+
+
+@pytest.fixture(scope="session")
+def pictures() -> list[Sample]:
+    """Two pictures of a few flat squares, one upright and one wide, without ground truth."""
+    found = []
+    for seed, (height, width) in enumerate([(53, 40), (31, 61)]):
+        random = np.random.default_rng(seed)
+        squares = random.integers(0, 256, size=(height // 10 + 1, width // 10 + 1, 3), dtype=np.uint8)
+        image = squares.repeat(10, axis=0).repeat(10, axis=1)[:height, :width].copy()
+        found.append(Sample(image, name=f"picture {seed}"))
+    return found
