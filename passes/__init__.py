@@ -1,0 +1,33 @@
+"""The passes, by the names that recipes use."""
+
+from __future__ import annotations
+
+from samopt.base import Pass
+from samopt.passes.compile import Compile
+from samopt.passes.dtype import CastDtype
+from samopt.passes.linear_patch_embed import LinearPatchEmbed
+from samopt.passes.rel_pos import HoistRelPos
+from samopt.passes.sdpa import SDPAttention
+from samopt.passes.where_indexing import WhereIndexing
+
+PASSES: dict[str, type[Pass]] = {
+    "linear_patch_embed": LinearPatchEmbed,
+    "rel_pos": HoistRelPos,
+    "where_indexing": WhereIndexing,
+    "sdpa": SDPAttention,
+    "dtype": CastDtype,
+    "compile": Compile,
+}
+
+__all__ = [
+    "PASSES",
+    "CastDtype",
+    "Compile",
+    "HoistRelPos",
+    "LinearPatchEmbed",
+    "SDPAttention",
+    "WhereIndexing",
+]
+
+if __name__ != "samopt.passes":
+    raise ImportError(f"this package is samopt.passes, not {__name__}: use `import samopt.passes`")

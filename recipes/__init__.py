@@ -1,0 +1,1 @@
+"""The recipes that come with samopt, one TOML file each."""

@@ -1,0 +1,180 @@
+"""Recipes: which passes run, with which options, in what order, and what they may cost together.
+
+A recipe is a TOML file, one `[[pass]]` table per step; the keys beside `name`, `required` and `on_fail` are the
+pass's own options. Order is the file's order: phases are checked, never sorted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from samopt.base import Pass
+from samopt.errors import InvalidInput, RecipeError
+from samopt.gate import Budget
+
+TABLES = {"description", "accuracy", "pass", "bench"}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One entry of a recipe.
+
+    Attributes:
+        pass_: the pass.
+        required: False skips the entry, with the reason in the report, where it does not apply.
+        on_fail: what to do when the pass costs too much accuracy: "raise" an AccuracyError, or "drop" the pass.
+    """
+
+    pass_: Pass
+    required: bool = True
+    on_fail: Literal["raise", "drop"] = "raise"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pass_, Pass):
+            raise RecipeError(f"a step needs a pass, not {self.pass_!r}; did you forget the parentheses?")
+        if not isinstance(self.required, bool):
+            raise RecipeError(f"{self.pass_!r}: required must be true or false, not {self.required!r}")
+        if self.on_fail not in ("raise", "drop"):
+            raise RecipeError(f"{self.pass_!r}: on_fail must be 'raise' or 'drop', not {self.on_fail!r}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Steps in order, and the accuracy budget they share.
+
+    Attributes:
+        steps: the entries.
+        accuracy: the budget.
+        name: what reports call it.
+        description: one line for people.
+        bench_rows: the order in which a benchmark's waterfall introduces the entries, as names of passes.
+
+    Raises:
+        RecipeError: no entry, one pass twice, or an entry of an earlier phase after one of a later phase.
+    """
+
+    steps: Sequence[Step]
+    accuracy: Budget = field(default_factory=Budget)
+    name: str = "recipe"
+    description: str = ""
+    bench_rows: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        steps = tuple(self.steps)
+        object.__setattr__(self, "steps", steps)
+        if wrong := next((step for step in steps if not isinstance(step, Step)), None):
+            raise RecipeError(f"{self.name}: a recipe is made of steps, not {wrong!r}; write Step({wrong!r})")
+        if not isinstance(self.accuracy, Budget):
+            raise RecipeError(f"{self.name}: accuracy must be a Budget, not {self.accuracy!r}")
+        if not steps:
+            raise RecipeError(f"{self.name}: a recipe needs at least one pass")
+        for index, (step, later) in enumerate(itertools.pairwise(steps), start=1):
+            if later.pass_.phase < step.pass_.phase:
+                raise RecipeError(
+                    f"{self.name}: entry {index + 1} ({later.pass_!r}, phase {later.pass_.phase.name}) must come "
+                    f"before entry {index} ({step.pass_!r}, phase {step.pass_.phase.name})"
+                )
+        seen: dict[type[Pass], int] = {}
+        for index, step in enumerate(steps, start=1):
+            if (first := seen.setdefault(type(step.pass_), index)) != index:
+                raise RecipeError(f"{self.name}: entries {first} and {index} are both {type(step.pass_).__name__}")
+
+    @staticmethod
+    def of(recipe: str | Path | Recipe | Sequence[Pass | Step]) -> Recipe:
+        """What users pass as a recipe: a built-in name, a TOML file, a `Recipe`, or a list of passes.
+
+        Raises:
+            RecipeError: an unknown name, a missing or unreadable file, or a mistake in it: file and entry are named.
+        """
+        if isinstance(recipe, Recipe):
+            return recipe
+        if isinstance(recipe, (Pass, Step)):
+            raise RecipeError(f"a recipe is a list of passes, not one: write [{recipe!r}]")
+        if not isinstance(recipe, (str, Path, Iterable)):
+            found = type(recipe).__name__
+            raise RecipeError(f"a recipe is a built-in name, a TOML file, a Recipe or a list of passes, not {found}")
+        if not isinstance(recipe, (str, Path)):
+            return Recipe([step if isinstance(step, Step) else Step(step) for step in recipe])
+        if str(recipe) in built_in():
+            text = (resources.files("samopt.recipes") / f"{recipe}.toml").read_text(encoding="utf-8")
+            return _parse(text, f"recipe {recipe}", str(recipe))
+        path = Path(recipe)
+        if path.suffix != ".toml":
+            raise RecipeError(
+                f"unknown recipe {str(recipe)!r}; built in: {', '.join(built_in())}, or give a .toml file"
+            )
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"{path}: cannot read this recipe file ({error})") from error
+        return _parse(text, str(path), path.stem)
+
+
+def built_in() -> list[str]:
+    """The names of the recipes that come with samopt."""
+    files = resources.files("samopt.recipes").iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
+
+
+def _parse(text: str, where: str, name: str) -> Recipe:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{where}: not valid TOML: {error}") from error
+    _no_unknown_keys(table, TABLES, where)
+    entries = table.get("pass", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise RecipeError(f"{where}: write each pass as a [[pass]] table")
+    steps = tuple(_step(entry, f"{where}, entry {index}") for index, entry in enumerate(entries, start=1))
+    bench = table.get("bench", {})
+    _no_unknown_keys(bench, {"rows"}, f"{where}, [bench]")
+    rows = bench.get("rows", [])
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise RecipeError(f"{where}, [bench] rows: write a list of lists of names")
+    known = [entry.get("name") for entry in entries]
+    for unknown in (entry for row in rows for entry in row if entry not in known):
+        raise RecipeError(f"{where}, [bench] rows: {unknown!r} is no entry of this recipe")
+    budget = table.get("accuracy", {})
+    _no_unknown_keys(budget, {field.name for field in dataclasses.fields(Budget)}, f"{where}, [accuracy]")
+    try:
+        accuracy = Budget(**budget)
+    except InvalidInput as error:
+        raise RecipeError(f"{where}: {error}") from error
+    description = table.get("description", "")
+    if not isinstance(description, str):
+        raise RecipeError(f"{where}: description must be text, not {description!r}")
+    try:
+        return Recipe(steps, accuracy, name, description, tuple(tuple(row) for row in rows))
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {str(error).removeprefix(f'{name}: ')}") from error
+
+
+def _step(entry: dict[str, Any], where: str) -> Step:
+    from samopt.passes import PASSES
+
+    options = dict(entry)
+    name, required, on_fail = options.pop("name", None), options.pop("required", True), options.pop("on_fail", "raise")
+    if not isinstance(name, str) or name not in PASSES:
+        found = "has no name" if name is None else f"names an unknown pass {name!r}"
+        raise RecipeError(f"{where} {found}; known passes: {', '.join(PASSES)}")
+    where = f"{where} ({name})"
+    _no_unknown_keys(options, {field.name for field in dataclasses.fields(PASSES[name])}, where)
+    options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    try:
+        return Step(PASSES[name](**options), required, on_fail)
+    except (InvalidInput, RecipeError, TypeError) as error:  # TypeError: an option without a default was left out
+        raise RecipeError(f"{where}: {error}") from error
+
+
+def _no_unknown_keys(table: Any, known: set[str], where: str) -> None:
+    if not isinstance(table, dict):
+        raise RecipeError(f"{where} must be a table")
+    for key in sorted(table.keys() - known):
+        raise RecipeError(f"{where}: unknown key {key!r}; known: {', '.join(sorted(known)) or 'none'}")

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+
+import samopt
+from samopt import AlreadyApplied, InvalidInput, Recipe, SamoptError, Step, Unsupported, optimize
+from samopt.passes import CastDtype, Compile, HoistRelPos, LinearPatchEmbed, SDPAttention
+from samopt.passes import compile as compile_pass
+from tests.models import random_sam
+from tests.numerics import assert_bit_equal, assert_rounding
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Compiled code and the limits that the pass raises do not outlast a test."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = torch._dynamo.config
+    limits = {name: getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    with config.patch(limits):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("scope", ["block", "encoder"])
+def test_inductor_code_errs_like_the_unmodified_encoder(scope: Literal["block", "encoder"]) -> None:
+    sam = random_sam(width=32)
+    before = {key: value.shape for key, value in sam.state_dict().items()}
+    ours = copy.deepcopy(sam)
+    result = Compile(scope)(ours)
+    blocks = ["patch_embed", "blocks.0", "blocks.1", "neck"]
+    expected = [f"image_encoder.{name}" for name in blocks] if scope == "block" else ["image_encoder"]
+    assert sorted(site.fqn for site in result.sites) == sorted(expected)
+    assert {key: value.shape for key, value in ours.state_dict().items()} == before
+    assert type(ours.image_encoder) is type(sam.image_encoder)
+    torch.manual_seed(0)
+    assert_rounding(sam.image_encoder, ours.image_encoder, [torch.randn(1, 3, 64, 64)])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(result.sites)
+    result.undo()
+    pixels = torch.randn(1, 3, 64, 64)
+    assert_bit_equal(ours.image_encoder(pixels), sam.image_encoder(pixels))
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@pytest.mark.parametrize("scope", ["block", "encoder"])
+def test_every_rewrite_compiles_to_one_graph(scope: Literal["block", "encoder"]) -> None:
+    sam = random_sam()
+    for pass_ in (LinearPatchEmbed(), HoistRelPos(), SDPAttention(), CastDtype(), Compile(scope)):
+        pass_(sam)
+    pixels = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        sam.image_encoder(pixels)  # a graph break would raise
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (4 if scope == "block" else 1)
+
+
+@pytest.mark.usefixtures("dynamo_only")
+def test_loaded_weights_and_rebuilt_tables_are_seen() -> None:
+    sam, other = random_sam(seed=0), random_sam(seed=1)
+    pixels = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        for model in (sam, other):
+            HoistRelPos()(model)
+        Compile("encoder")(sam)
+        sam.image_encoder(pixels)
+        sam.load_state_dict(other.state_dict())
+        assert_bit_equal(sam.image_encoder(pixels), other.image_encoder(pixels))
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@pytest.mark.parametrize("scope", ["block", "encoder"])
+def test_hitting_the_recompile_limit_is_an_error(scope: Literal["block", "encoder"]) -> None:
+    sam = random_sam()
+    Compile(scope, recompile_limit=2)(sam)
+    # A windowed and a global block already share one piece of code.
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        for batch in (1, 2):
+            if scope == "encoder" or batch == 1:
+                sam.image_encoder(torch.randn(batch, 3, 64, 64))
+        with pytest.raises(SamoptError, match=r"may compile \(2: batch sizes.*raise Compile\(recompile_limit="):
+            sam.image_encoder(torch.randn(3, 3, 64, 64))
+
+
+@pytest.mark.usefixtures("dynamo_only")
+def test_the_limit_is_raised_in_every_thread_and_never_lowered() -> None:
+    config = torch._dynamo.config
+    pixels = torch.randn(1, 3, 64, 64)
+
+    def limits(limit: int) -> tuple[int, int]:
+        sam = random_sam()
+        Compile("encoder", recompile_limit=limit)(sam)
+        with torch.no_grad():
+            sam.image_encoder(pixels)
+        return config.recompile_limit, config.accumulated_recompile_limit
+
+    before = config.recompile_limit, config.accumulated_recompile_limit
+    high = (100, max(800, before[1]))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(limits, 100).result() == high
+        assert pool.submit(limits, 3).result() == high
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == before
+    assert limits(100) == high
+
+
+def test_inductor_gets_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, object]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, **options: seen.append(options))
+    Compile("encoder", mode="max-autotune")(random_sam())
+    (options,) = seen
+    assert options["fullgraph"] is True
+    assert options["dynamic"] is False
+    assert options["options"] == {
+        "triton.cudagraphs": False,
+        **torch._inductor.list_mode_options("max-autotune-no-cudagraphs"),
+    }
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def test_without_a_compiler_it_refuses_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    sam = random_sam()
+    modules = dict(sam.named_modules())
+    with pytest.raises(Unsupported, match=r"found no C\+\+ compiler; install g\+\+ or clang, or set CXX"):
+        Compile()(sam)
+    assert dict(sam.named_modules()) == modules
+
+
+def test_without_a_compiler_an_optional_step_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_compiler(monkeypatch)
+    recipe = Recipe([Step(LinearPatchEmbed()), Step(Compile(), required=False)])
+    ours = optimize(random_sam(), recipe, verify="off")
+    applied, skipped = samopt.report(ours).steps
+    assert applied.status == "applied"
+    assert skipped.status == "skipped"
+    assert "found no C++ compiler" in skipped.reason
+    assert "found no C++ compiler" in str(samopt.report(ours))
+    with pytest.raises(Unsupported, match=r"C\+\+ compiler"):
+        optimize(random_sam(), [Compile()], verify="off")
+
+
+@pytest.mark.parametrize("variable", [None, "CXX"])
+def test_a_compiler_is_found_by_path_or_by_variable(
+    variable: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    no_compiler(monkeypatch)
+    compiler = tmp_path / "clang++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    if variable:
+        monkeypatch.setenv(variable, str(compiler))
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path))
+    assert compile_pass._cpp_compiler() == str(compiler)
+    Compile().requires(random_sam())
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_says_that_it_is_not_compiled_and_can_be_again(copied: Callable[[nn.Module], Any]) -> None:
+    ours: Any = optimize(random_sam(), [HoistRelPos(), Compile()], verify="off")
+    assert "not compiled" not in str(samopt.report(ours))
+    again = copied(ours)
+    (note,) = samopt.report(again).notes
+    assert note.startswith("not compiled: a copy loses its compilation")
+    assert "not compiled" in str(samopt.report(again))
+    pixels = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        assert_bit_equal(again.image_encoder(pixels), ours.image_encoder(pixels))
+        assert len(Compile()(again).sites) == 4
+        assert samopt.report(again).notes == ()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        again.image_encoder(pixels)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_nothing_but_undo_goes_on_top_of_a_compiled_model() -> None:
+    sam = random_sam()
+    result = Compile("encoder")(sam)
+    with pytest.raises(Unsupported, match="image_encoder is compiled already; apply SDPAttention before Compile"):
+        SDPAttention()(sam)
+    with pytest.raises(AlreadyApplied, match="Compile was applied to this model already"):
+        Compile("encoder")(sam)
+    result.undo()
+    SDPAttention()(sam)
+
+
+def test_cuda_graphs_need_a_gpu_and_the_whole_encoder() -> None:
+    with pytest.raises(Unsupported, match="CUDA graphs need a GPU and the model is on cpu"):
+        Compile("encoder", cuda_graphs=True)(random_sam())
+    with pytest.raises(InvalidInput, match='needs scope="encoder"'):
+        Compile(cuda_graphs=True)
+
+
+def test_outputs_are_copied_out_of_a_cuda_graph() -> None:
+    buffer = torch.zeros(2)
+    first = compile_pass.copy_out_of_graph(lambda: buffer, 8)
+    buffer.fill_(1)
+    assert first.tolist() == [0, 0]
+
+
+def test_an_encoder_alone_compiles_in_place() -> None:
+    encoder = random_sam().image_encoder
+    (site,) = Compile("encoder")(encoder).sites
+    assert site.fqn == ""
+    assert encoder._compiled_call_impl is not None
