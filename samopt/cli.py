@@ -1,0 +1,240 @@
+"""The command line: `samopt demo`, `optimize`, `verify`, `passes`, `recipes`, `bench`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from samopt.errors import AccuracyError, InvalidInput, SamoptError
+
+if TYPE_CHECKING:
+    import torch
+    from segment_anything.modeling import Sam
+
+
+class _Commands(TyperGroup):
+    """Turns samopt's errors into one line and an exit code: 1 where accuracy fell short, 2 for anything else."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SamoptError as error:
+            typer.secho(f"error: {error}", err=True, fg="red")
+            raise typer.Exit(1 if isinstance(error, AccuracyError) else 2) from error
+
+
+app = typer.Typer(
+    cls=_Commands, no_args_is_help=True, add_completion=False, help="Optimises Segment Anything, measured pass by pass."
+)
+
+bench = typer.Typer(no_args_is_help=True, help="Measures speed; every figure comes with machine and versions.")
+app.add_typer(bench, name="bench")
+
+Checkpoint = Annotated[Path | None, typer.Option(help="Meta's .pth file. Without it: the embedded model, sam_tiny.")]
+ModelType = Annotated[str, typer.Option(help="vit_b, vit_l or vit_h: which model the checkpoint is.")]
+RecipeName = Annotated[str, typer.Option(help="A built-in recipe (see `samopt recipes`) or a TOML file.")]
+Images = Annotated[Path | None, typer.Option(help="A folder of pictures to measure on. Without it: drawn scenes.")]
+ImageLimit = Annotated[int, typer.Option(min=1, help="Pictures to measure on, at most.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes the GPU where there is one.")]
+
+
+@app.command()
+def demo(
+    image: Annotated[Path | None, typer.Option(help="A photo of your own instead of a drawn scene.")] = None,
+    recipe: RecipeName = "fast",
+    out: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("demo.png"),
+    device: Device = "auto",
+) -> None:
+    """Takes the embedded model through a recipe; prints the report and writes a picture of the masks."""
+    from samopt.optimize import optimize
+    from samopt.picture import save_comparison
+    from samopt.recipe import Recipe
+    from samopt.report import report
+    from samopt.samples import read_image, scene_samples
+
+    _writable(out)
+    chosen = Recipe.of(recipe)
+    scenes = scene_samples(2)
+    shown = scenes[0] if image is None else read_image(image)
+    sam = _load(None, "vit_b", device)
+    _say(f"The embedded model, sam_tiny, through recipe {chosen.name!r}: {chosen.description}")
+    fast = optimize(sam, chosen, samples=scenes)
+    _print(report(fast))
+    share = save_comparison(sam, fast, shown, out)
+    _say(f"{out}: {shown.name}, masks before and after; {share:.3%} of the pixels differ")
+
+
+@app.command()
+def optimize(
+    checkpoint: Checkpoint = None,
+    model_type: ModelType = "vit_h",
+    recipe: RecipeName = "fast",
+    images: Images = None,
+    limit: ImageLimit = 4,
+    json_out: Annotated[Path, typer.Option("--json", help="Where to write the report.")] = Path("samopt-report.json"),
+    device: Device = "auto",
+) -> None:
+    """Optimises a checkpoint with a recipe; prints what each pass did and writes it as JSON."""
+    from samopt.optimize import optimize as run
+    from samopt.recipe import Recipe
+    from samopt.report import report
+
+    _writable(json_out)
+    chosen, samples = Recipe.of(recipe), _samples(images, limit)
+    found = report(run(_load(checkpoint, model_type, device), chosen, samples=samples, inplace=True))
+    _print(found)
+    json_out.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+    _say(f"{json_out}: the same, as JSON")
+
+
+@app.command()
+def verify(
+    checkpoint: Checkpoint = None,
+    model_type: ModelType = "vit_h",
+    recipe: RecipeName = "fast",
+    images: Images = None,
+    limit: ImageLimit = 4,
+    device: Device = "auto",
+) -> None:
+    """Measures a whole recipe against the unmodified model, per kind of prompt. Exit code 1: over its budget."""
+    from samopt.optimize import optimize as run
+    from samopt.recipe import Recipe
+    from samopt.report import report
+
+    chosen, samples = Recipe.of(recipe), _samples(images, limit)
+    model = run(_load(checkpoint, model_type, device), chosen, samples=samples, inplace=True, verify="end")
+    agreement = report(model).steps[-1].agreement
+    if agreement is None:
+        raise SamoptError(f"recipe {chosen.name}: no pass applied here, so there was nothing to verify")
+    _print(_kinds_table(agreement))
+    _say(f"within the budget of recipe {chosen.name!r}: {agreement}")
+
+
+@app.command()
+def passes() -> None:
+    """Lists the passes: phase, numerics, options."""
+    from rich.table import Table
+
+    from samopt.passes import PASSES
+
+    table = Table("name", "phase", "numerics", "what it does", "options")
+    for name, kind in PASSES.items():
+        summary = (kind.__doc__ or "").partition("\n")[0]
+        options = ", ".join(f"{option.name}={option.default!r}" for option in dataclasses.fields(kind))
+        table.add_row(name, kind.phase.name, kind.numerics.value, summary, options)
+    _print(table)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe's TOML.")] = None) -> None:
+    """Lists the built-in recipes, or prints one to start your own from."""
+    from importlib import resources
+
+    from rich.table import Table
+
+    from samopt.recipe import Recipe, built_in
+
+    if name is not None:
+        if name not in built_in():
+            raise InvalidInput(f"unknown recipe {name!r}; built in: {', '.join(built_in())}")
+        typer.echo((resources.files("samopt.recipes") / f"{name}.toml").read_text(encoding="utf-8").rstrip())
+        return
+    table = Table("name", "what it is", "passes")
+    for known in built_in():
+        recipe = Recipe.of(known)
+        table.add_row(known, recipe.description, ", ".join(repr(step.pass_) for step in recipe.steps))
+    _print(table)
+
+
+@bench.command()
+def encoder(
+    models: Annotated[list[str], typer.Option("--model-type", help="vit_b, vit_l, vit_h, sam_tiny; repeatable.")],
+    recipe: RecipeName = "fast",
+    batch_size: Annotated[list[int], typer.Option(min=1, help="For the recipe; repeatable.")] = [1, 8, 16],  # noqa: B006
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file, too.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Times the image encoder, random weights: the unmodified model at batch 1 against a recipe."""
+    from samopt.bench import bench_encoder, table, to_dict, verified
+    from samopt.recipe import Recipe
+    from samopt.report import versions
+
+    if json_out is not None:
+        _writable(json_out)
+    unknown = set(models) - {"vit_b", "vit_l", "vit_h", "sam_tiny"}
+    if unknown:
+        raise InvalidInput(f"unknown model type {sorted(unknown)[0]!r}; known: vit_b, vit_l, vit_h, sam_tiny")
+    target = _device(device)
+    stood = verified(Recipe.of(recipe), target)
+    _say(f"stood verification on sam_tiny: {', '.join(repr(step.pass_) for step in stood.steps)}")
+    rows = []
+    for row in bench_encoder(models, stood, batch_size, target):
+        rows.append(row)
+        _say(f"{row.model} {row.what} batch {row.batch_size}: {row.milliseconds:.2f} ms/img")
+    machine = versions()
+    _print(table(rows, ", ".join(f"{name} {version}" for name, version in machine.items())))
+    if json_out is not None:
+        json_out.write_text(json.dumps({"versions": machine, "rows": to_dict(rows)}, indent=2) + "\n", encoding="utf-8")
+
+
+def _load(checkpoint: Path | None, model_type: str, device: str) -> Sam:
+    from samopt.checkpoint import load_checkpoint
+    from samopt.tiny import load_tiny
+
+    target = _device(device)
+    return (load_tiny() if checkpoint is None else load_checkpoint(checkpoint, model_type)).to(target)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InvalidInput(f"device {name!r} cannot be used here ({reason}); try --device cpu") from error
+    return device
+
+
+def _samples(images: Path | None, limit: int) -> Any:
+    from samopt.samples import image_folder, scene_samples
+
+    return scene_samples(limit) if images is None else image_folder(images, limit)
+
+
+def _writable(path: Path) -> None:
+    """Refuses a place nothing can be written to before minutes of work, not after."""
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{path}: there is no folder {path.parent}")
+    if path.is_dir():
+        raise InvalidInput(f"{path} is a folder; name a file")
+
+
+def _kinds_table(agreement: Any) -> Any:
+    from rich.table import Table
+
+    table = Table("prompts", "count", "mask IoU", "5 %", "min", "choices changed", "true mIoU before", "after")
+    for kind, of in agreement.kinds.items():
+        truth = ["" if value is None else f"{value:.4f}" for value in (of.reference_truth, of.truth)]
+        figures = [f"{of.mean_iou:.4f}", f"{of.p5_iou:.4f}", f"{of.min_iou:.4f}", f"{of.changed:.1%}"]
+        table.add_row(kind, str(len(of.ious)), *figures, *truth)
+    return table
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    console = Console()
+    Console(width=None if console.is_terminal else 140).print(renderable)
+
+
+def _say(text: str) -> None:
+    typer.echo(text)

@@ -1,0 +1,172 @@
+"""Runs a model on sample pictures and prompts, and keeps what it answered and how long it took."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from samopt.errors import InvalidInput
+from samopt.prompts import PromptBatch
+from samopt.samples import Sample
+
+if TYPE_CHECKING:
+    from segment_anything import SamPredictor
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A model's answer to one `PromptBatch`, on the CPU.
+
+    Attributes:
+        logits: low-resolution mask logits, float32 [B, C, h, w].
+        iou: predicted IoU, float32 [B, C].
+        masks: the masks at the picture's size, a bool [B, C, H, W] packed to bits along W.
+    """
+
+    logits: Tensor
+    iou: Tensor
+    masks: NDArray[np.uint8]
+
+    @property
+    def choice(self) -> NDArray[np.intp]:
+        """The index of the mask with the best predicted IoU, [B]."""
+        return self.iou.argmax(dim=1).numpy()
+
+    def chosen(self, choice: NDArray[np.intp]) -> NDArray[np.uint8]:
+        """The packed masks at the given indices, [B, H, W / 8]."""
+        return self.masks[np.arange(len(choice)), choice]
+
+
+@dataclass(frozen=True)
+class Timings:
+    """How long a model took on the samples, at batch 1.
+
+    Attributes:
+        encode_seconds: median time of encoding a picture, the warm-up left out.
+        first_seconds: time of the first encoding, which warms up and compiles.
+        decode_seconds: mean time of answering one prompt, resizing to the picture included.
+        peak_bytes: peak GPU memory of the model's weights and what it computes; 0 on a CPU.
+    """
+
+    encode_seconds: float
+    first_seconds: float
+    decode_seconds: float
+    peak_bytes: int
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """All a model answered on the samples, and how long it took.
+
+    Attributes:
+        embeddings: per picture, float32 [1, C, h, w] on the CPU.
+        predictions: per picture, one `Prediction` per prompt batch.
+        timings: how long it took.
+    """
+
+    embeddings: list[Tensor]
+    predictions: list[list[Prediction]]
+    timings: Timings
+
+    def equals(self, other: Outputs) -> bool:
+        """Whether every embedding, logit and predicted IoU is bit-equal."""
+        mine, theirs = self.tensors(), other.tensors()
+        return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+    def finite(self) -> bool:
+        """Whether no output is NaN or infinite."""
+        return all(bool(tensor.isfinite().all()) for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """Every embedding, then every logit, then every predicted IoU."""
+        answers = [answer for picture in self.predictions for answer in picture]
+        return [*self.embeddings, *(a.logits for a in answers), *(a.iou for a in answers)]
+
+
+@torch.no_grad()
+@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+def observe(
+    model: nn.Module, samples: Sequence[Sample], prompts: Callable[[SamPredictor, int], Sequence[PromptBatch]]
+) -> Outputs:
+    """Runs `model` on the samples through SamPredictor, as users do.
+
+    Float32 convolutions run without TF32, which PyTorch allows cuDNN by default: its 11 bits would drown what a pass
+    that only rounds may change.
+
+    Args:
+        model: a Sam. It is not changed.
+        samples: the pictures.
+        prompts: called with a predictor that has encoded the picture, and the picture's index.
+
+    Raises:
+        InvalidInput: the model has no weights to run, or a picture is too narrow for it.
+    """
+    from segment_anything import SamPredictor
+
+    predictor = SamPredictor(model)
+    device = predictor.device
+    if device.type == "meta":
+        raise InvalidInput("the model is on the meta device, without weights to measure: load them, or measure nothing")
+    before = _allocated(device)
+    embeddings, predictions, encode, decode, answered = [], [], [], 0.0, 0
+    for index, sample in enumerate(samples):
+        encode.append(_encode(predictor, sample))
+        embeddings.append(predictor.features.float().cpu())
+        answers = []
+        for batch in prompts(predictor, index):
+            prediction, seconds = _answer(predictor, batch)
+            answers.append(prediction)
+            decode, answered = decode + seconds, answered + len(prediction.iou)
+        predictions.append(answers)
+    steady = encode[1:] or [_encode(predictor, samples[0])]
+    peak = torch.cuda.max_memory_allocated(device) - before + _bytes(model) if device.type == "cuda" else 0
+    timings = Timings(float(np.median(steady)), encode[0], decode / max(answered, 1), peak)
+    return Outputs(embeddings, predictions, timings)
+
+
+def _allocated(device: torch.device) -> int:
+    """GPU memory in use, from where peaks are counted anew."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _encode(predictor: SamPredictor, sample: Sample) -> float:
+    """Encodes the picture; returns the seconds of the model, without PIL's resize."""
+    height, width = sample.image.shape[:2]
+    if 0 in predictor.transform.get_preprocess_shape(height, width, predictor.transform.target_length):
+        raise InvalidInput(f"{sample.name}: {width} x {height} pixels are too narrow, the model would see nothing")
+    resized = torch.as_tensor(predictor.transform.apply_image(sample.image), device=predictor.device)
+    pixels = resized.permute(2, 0, 1).contiguous()[None]
+    return _timed(lambda: predictor.set_torch_image(pixels, (height, width)), predictor.device)[1]
+
+
+def _answer(predictor: SamPredictor, batch: PromptBatch) -> tuple[Prediction, float]:
+    prompt = batch.to(predictor.device)
+    arguments = (prompt.points, prompt.labels, prompt.boxes, prompt.masks, prompt.multimask)
+    (masks, iou, logits), seconds = _timed(lambda: predictor.predict_torch(*arguments), predictor.device)
+    return Prediction(logits.float().cpu(), iou.float().cpu(), np.packbits(masks.cpu().numpy(), axis=-1)), seconds
+
+
+def _timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    result = call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return result, time.perf_counter() - start

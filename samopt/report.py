@@ -1,0 +1,199 @@
+"""The report of an optimised model: what each pass did, and what it cost."""
+
+from __future__ import annotations
+
+import io
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from samopt.base import Numerics
+from samopt.errors import SamoptError
+from samopt.result import Site, Skip
+from samopt.verify import Agreement
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+ATTRIBUTE = "_samopt_report"  # on an optimised model
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What became of one entry of the recipe.
+
+    Attributes:
+        name: the pass, with its options.
+        numerics: what it may do to the outputs.
+        status: "applied"; "skipped", as it does not apply here; "dropped", as it cost too much accuracy; or "refused",
+            for the same reason, which ended the run.
+        reason: why it was skipped or dropped; "" otherwise.
+        sites: what was rewritten.
+        skipped: what was declined, each with its reason.
+        seconds: how long the rewrite took.
+        agreement: accuracy and timings after the pass (of a dropped one too); None where they were not measured.
+    """
+
+    name: str
+    numerics: Numerics
+    status: Literal["applied", "skipped", "dropped", "refused"]
+    reason: str = ""
+    sites: tuple[Site, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    seconds: float = 0.0
+    agreement: Agreement | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, for JSON."""
+        return {
+            "pass": self.name,
+            "numerics": self.numerics.value,
+            "status": self.status,
+            "reason": self.reason,
+            "sites": [str(site) for site in self.sites],
+            "skipped": [str(skip) for skip in self.skipped],
+            "seconds": self.seconds,
+            "accuracy": self.agreement and self.agreement.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a recipe did to a model, entry by entry.
+
+    Attributes:
+        recipe: its name.
+        device: where the model was.
+        baseline: the unmodified model's own figures; None where nothing was measured.
+        steps: what became of each entry.
+        versions: of Python and the libraries the figures depend on.
+        notes: what has changed since, such as a copy that lost its compilation.
+    """
+
+    recipe: str
+    device: str
+    baseline: Agreement | None
+    steps: tuple[StepReport, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole report, for JSON."""
+        return {
+            "recipe": self.recipe,
+            "device": self.device,
+            "versions": self.versions,
+            "unmodified": self.baseline and self.baseline.to_dict(),
+            "steps": [step.to_dict() for step in self.steps],
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> Group:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        agreements = [self.baseline, *(step.agreement for step in self.steps)]
+        columns = [column for column in COLUMNS if any(column.figure(of) for of in agreements if of is not None)]
+        table = Table("pass")
+        table.add_column("sites", justify="right")
+        for column in columns:
+            table.add_column(column.title, justify="right")
+        names = ["unmodified", *(_short(step.name) for step in self.steps)]
+        sites = ["", *(str(len(step.sites)) if step.status == "applied" else step.status for step in self.steps)]
+        for name, count, of in zip(names, sites, agreements, strict=True):
+            table.add_row(Text(name), count, *("" if of is None else column.figure(of) for column in columns))
+        # As Text, for rich would read "[...]" in a reason or a name as markup.
+        title = Text(f"samopt, recipe {self.recipe}, on {self.device}", style="table.title")
+        return Group(title, table, Text(self._caption(), style="table.caption"))
+
+    def _caption(self) -> str:
+        lines = [f"{_short(step.name)} {step.status}: {step.reason}" for step in self.steps if step.reason]
+        lines += [f"{_short(step.name)} left out {skip}" for step in self.steps for skip in step.skipped]
+        if self.baseline is not None and self.baseline.masks is None:
+            lines.append("masks: not measured, untrained weights")
+        return "\n".join([*lines, *self.notes, ", ".join(map(" ".join, self.versions.items()))])
+
+    def __str__(self) -> str:
+        return self._printed().export_text(clear=False).rstrip()
+
+    def _repr_html_(self) -> str:
+        return self._printed().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+    def _printed(self) -> Console:
+        """A console that the report was printed to, in memory, notebook or not."""
+        from rich.console import Console
+
+        console = Console(
+            file=io.StringIO(), width=130, record=True, color_system=None, force_terminal=False, force_jupyter=False
+        )
+        console.print(self)
+        return console
+
+
+def report(model: nn.Module) -> Report:
+    """The report of a model that `optimize` returned, or of a copy of one. Prints as a table.
+
+    Raises:
+        SamoptError: the model was not optimised by `optimize`.
+    """
+    found = vars(model).get(ATTRIBUTE) if isinstance(model, nn.Module) else None
+    if not isinstance(found, Report):
+        raise SamoptError("this model has no report: it was not made by samopt.optimize")
+    lost = list(_lost_compilations(model, found))
+    return Report(found.recipe, found.device, found.baseline, found.steps, found.versions, tuple(lost))
+
+
+def _lost_compilations(model: nn.Module, found: Report) -> Iterator[str]:
+    """A deep copy and an unpickled model are not compiled; what is not must not be reported as if it were."""
+    for step in found.steps:
+        if step.status == "applied" and step.name.startswith("Compile("):
+            modules = [model.get_submodule(site.fqn) for site in step.sites]
+            if any(module._compiled_call_impl is None for module in modules):
+                yield f"not compiled: a copy loses its compilation; apply samopt.passes.{step.name} to it again"
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that figures depend on, and the processor or GPU."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    else:
+        found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table: its title, and its figure of an agreement, "" where there is none."""
+
+    title: str
+    figure: Callable[[Agreement], str]
+
+
+def _of_masks(name: str, form: str) -> Callable[[Agreement], str]:
+    def figure(of: Agreement) -> str:
+        value = None if of.masks is None else getattr(of.masks, name)
+        return "" if value is None else format(value, form)
+
+    return figure
+
+
+COLUMNS = (
+    Column("embedding error", lambda of: f"{of.embedding_error:.1e}"),
+    Column("mask IoU", _of_masks("mean_iou", ".4f")),
+    Column("worst mask", _of_masks("min_iou", ".3f")),
+    Column("true mIoU", _of_masks("truth", ".4f")),
+    Column("first encode s", lambda of: f"{of.timings.first_seconds:.2f}"),
+    Column("encode ms", lambda of: f"{of.timings.encode_seconds * 1e3:.1f}"),
+    Column("ms/prompt", lambda of: f"{of.timings.decode_seconds * 1e3:.2f}"),
+    Column("GPU GiB", lambda of: f"{of.timings.peak_bytes / 2**30:.2f}" if of.timings.peak_bytes else ""),
+)
+
+
+def _short(name: str) -> str:
+    return name.partition("(")[0]

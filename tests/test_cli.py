@@ -1,0 +1,159 @@
+"""The command line: what it prints and writes, and that a user's mistake is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from segment_anything.modeling import Sam
+from typer.testing import CliRunner, Result
+
+import samopt.tiny
+from samopt.cli import app
+from samopt.passes import PASSES
+from samopt.recipe import Recipe, built_in
+
+EAGER = """
+[[pass]]
+name = "rel_pos"
+
+[[pass]]
+name = "sdpa"
+
+[[pass]]
+name = "dtype"
+"""
+
+
+@pytest.fixture
+def run(tiny256: Sam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Runs a command in an empty folder, with the embedded model and its scenes at 256 px."""
+    import copy
+
+    import samopt.samples
+
+    scenes = samopt.samples.scene_samples
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(samopt.tiny, "load_tiny", lambda: copy.deepcopy(tiny256))
+    monkeypatch.setattr(samopt.samples, "scene_samples", lambda count=4, size=256: scenes(min(count, 2), 256))
+    (tmp_path / "eager.toml").write_text(EAGER)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refused(result: Result) -> str:
+    """The one line a refused command printed."""
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_demo_prints_a_report_and_writes_a_picture(run: Callable[..., Result], tmp_path: Path) -> None:
+    result = run("demo", "--recipe", "eager.toml", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for shown in ("unmodified", "HoistRelPos", "SDPAttention", "CastDtype", "mask IoU", "true mIoU"):
+        assert shown in result.output
+    with Image.open(tmp_path / "demo.png") as picture:
+        assert picture.width > 1000
+
+
+def test_demo_takes_a_photo(run: Callable[..., Result], tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "photo.png")
+    result = run("demo", "--recipe", "eager.toml", "--device", "cpu", "--image", "photo.png", "--out", "out.png")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "out.png").exists()
+
+
+def test_optimize_writes_the_report_as_json(run: Callable[..., Result], tmp_path: Path) -> None:
+    result = run("optimize", "--recipe", "eager.toml", "--device", "cpu", "--json", "report.json")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert [step["pass"].partition("(")[0] for step in written["steps"]] == ["HoistRelPos", "SDPAttention", "CastDtype"]
+    assert written["steps"][0]["accuracy"]["equal"] is True
+    assert 0.9 < written["steps"][-1]["accuracy"]["masks"]["mean_iou"] < 1
+
+
+def test_optimize_measures_on_a_folder(run: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for index, scene in enumerate(samopt.samples.scene_samples(2, 256)):
+        Image.fromarray(scene.image).save(tmp_path / "photos" / f"{index}.png")
+    result = run("optimize", "--recipe", "eager.toml", "--device", "cpu", "--images", "photos", "--limit", "1")
+    assert result.exit_code == 0, result.output
+    assert "true mIoU" not in result.output
+
+
+def test_verify_prints_every_kind_of_prompt(run: Callable[..., Result]) -> None:
+    result = run("verify", "--recipe", "eager.toml", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for kind in samopt.prompts.KINDS:
+        assert kind in result.output
+
+
+def test_verify_over_budget_is_exit_code_1(run: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "strict.toml").write_text(f"[accuracy]\nmin_iou = 1.0\n{EAGER}")
+    result = run("verify", "--recipe", "strict.toml", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "minimum mask IoU" in result.stderr
+
+
+def test_passes_lists_every_pass(run: Callable[..., Result]) -> None:
+    result = run("passes")
+    assert result.exit_code == 0
+    for name in PASSES:
+        assert name in result.output
+
+
+def test_recipes_lists_and_prints(run: Callable[..., Result], tmp_path: Path) -> None:
+    listed = run("recipes")
+    for name in built_in():
+        assert name in listed.output
+        printed = run("recipes", name)
+        (tmp_path / "copy.toml").write_text(printed.output)
+        assert Recipe.of(tmp_path / "copy.toml").steps == Recipe.of(name).steps
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu(run: Callable[..., Result], tmp_path: Path) -> None:
+    assert "device 'cuda' cannot be used here" in refused(run("demo", "--device", "cuda"))
+    assert not (tmp_path / "demo.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("optimize", "--recipe", "fastest"), "unknown recipe 'fastest'; built in: exact, fast, max"),
+        (("optimize", "--recipe", "none.toml"), "none.toml: cannot read this recipe file"),
+        (("optimize", "--recipe", "broken.toml"), "broken.toml, entry 2 (dtype): unknown key 'dtpye'"),
+        (("optimize", "--recipe", "unordered.toml"), "entry 2"),
+        (("optimize", "--checkpoint", "none.pth", "--model-type", "vit_b"), "none.pth: there is no such checkpoint"),
+        (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_b"), "not a readable PyTorch checkpoint"),
+        (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
+        (("optimize", "--images", "nowhere"), "nowhere: there is no such folder"),
+        (("optimize", "--images", "empty"), "empty: no image in this folder"),
+        (("optimize", "--images", "unreadable"), "photo.png: not a readable image"),
+        (("optimize", "--json", "no/report.json"), "there is no folder no"),
+        (("optimize", "--device", "tpu9"), "device 'tpu9' cannot be used here"),
+        (("demo", "--image", "none.png"), "none.png: there is no such image file"),
+        (("demo", "--out", "empty"), "empty is a folder"),
+        (("recipes", "fastest"), "unknown recipe 'fastest'"),
+        (("verify", "--recipe", "fastest"), "unknown recipe 'fastest'"),
+        (("bench", "encoder", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
+    ],
+)
+def test_mistakes(run: Callable[..., Result], tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unreadable").mkdir()
+    (tmp_path / "unreadable" / "photo.png").write_bytes(b"\x89PNG and then nothing")
+    (tmp_path / "broken.toml").write_text('[[pass]]\nname = "sdpa"\n[[pass]]\nname = "dtype"\ndtpye = "float16"\n')
+    (tmp_path / "unordered.toml").write_text('[[pass]]\nname = "compile"\n[[pass]]\nname = "dtype"\n')
+    before = sorted(tmp_path.rglob("*"))
+    assert message in refused(run(*arguments))
+    assert sorted(tmp_path.rglob("*")) == before

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from segment_anything.modeling import Sam
+
+from samopt.picture import overlay, save_comparison
+from samopt.samples import Sample, scene_samples
+
+
+def test_equal_models_differ_nowhere(tiny256: Sam, tmp_path: Path) -> None:
+    out = tmp_path / "picture.png"
+    share = save_comparison(tiny256, tiny256, scene_samples(1, 256)[0], out)
+    assert share == 0
+    with Image.open(out) as image:
+        assert image.width > 3 * image.height
+
+
+def test_a_changed_model_differs_somewhere(tiny256: Sam, tmp_path: Path) -> None:
+    import copy
+
+    other = copy.deepcopy(tiny256)
+    with torch.no_grad():
+        other.mask_decoder.mask_tokens.weight.add_(0.3)
+    assert save_comparison(tiny256, other, scene_samples(1, 256)[0], tmp_path / "picture.png") > 0
+
+
+def test_a_photo_without_prompts_gets_a_grid(tiny256: Sam, tmp_path: Path) -> None:
+    photo = np.random.default_rng(0).integers(0, 256, (90, 160, 3), dtype=np.uint8)
+    assert save_comparison(tiny256, tiny256, Sample(photo), tmp_path / "picture.png") == 0
+
+
+def test_overlay_tints_masks_and_leaves_the_picture() -> None:
+    image = np.full((40, 40, 3), 200, dtype=np.uint8)
+    masks = np.zeros((1, 40, 40), dtype=bool)
+    masks[0, 10:30, 10:30] = True
+    drawn = overlay(image, masks)
+    assert (image == 200).all()
+    assert len(np.unique(drawn[~masks[0]])) == 1
+    assert not (drawn[20, 20] == drawn[0, 0]).all()

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from samopt.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def as_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Makes standard error a terminal. Not a fixture: between set-up and test, pytest puts its own there."""
+    found = Terminal()
+    monkeypatch.setattr(sys, "stderr", found)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    return found
+
+
+def test_a_terminal_sees_the_step_and_how_many_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = as_terminal(monkeypatch)
+    with Progress(2) as progress:
+        progress.step("Toy()")
+        progress.step("Other(names=[red])")
+    assert "Other(names=[red])" in terminal.getvalue()
+    assert "1/2" in terminal.getvalue()
+    assert "-1" not in terminal.getvalue()
+
+
+def work_and_fail() -> None:
+    with Progress(1) as progress:
+        progress.step("Toy()")
+        raise KeyError
+
+
+def test_an_error_passes_and_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = as_terminal(monkeypatch)
+    with pytest.raises(KeyError):
+        work_and_fail()
+    written = terminal.getvalue()
+    assert "\x1b[?25h" in written[written.rindex("\x1b[?25l") :], "the cursor is shown again"
+    with Progress(1) as progress:
+        progress.step("the next one works")
+
+
+def test_nothing_is_written_where_there_is_no_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Progress(1) as progress:
+        progress.step("Toy()")
+    assert capfd.readouterr() == ("", "")
