@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput, SamoptError, Unsupported
-from samopt.rebind import clone
+from samopt.rebind import bind_methods, clone
 from samopt.result import Site, Skip
 from samopt.structure import encoders
 
@@ -77,6 +77,7 @@ class Compile(Pass):
         if self.mode == "max-autotune":
             options |= torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
         new: Any = clone(module)
+        bind_methods(new)
         new.compile(fullgraph=True, dynamic=False, options=options)
         call = copy_out_of_graph if self.cuda_graphs else call_compiled
         new._compiled_call_impl = functools.partial(call, new._compiled_call_impl, self.recompile_limit)

@@ -86,11 +86,16 @@ def tables(module: nn.Module, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
 
 
 def rebuild_tables(module: nn.Module, incompatible_keys: Any) -> None:
-    """Gathers the tables from newly loaded weights, in place, so that compiled code sees them."""
+    """Gathers the tables from newly loaded weights: in place, so that compiled code and CUDA graphs see them, unless
+    `load_state_dict(assign=True)` has brought another dtype or device."""
     with torch.no_grad():
         for parameter, buffer in TABLES.items():
-            table = getattr(module, buffer)
-            table.copy_(gather(getattr(module, parameter), table.shape[0]))
+            old = getattr(module, buffer)
+            new = gather(getattr(module, parameter), old.shape[0])
+            if (old.dtype, old.device) == (new.dtype, new.device):
+                old.copy_(new)
+            else:
+                setattr(module, buffer, new)
 
 
 def attention(self: Any, x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -54,9 +55,34 @@ def retarget(contents: dict[str, Any], old: nn.Module, new: nn.Module) -> dict[s
     def follow(value: Any) -> Any:
         if isinstance(value, functools.partial):
             return functools.partial(value.func, *map(follow, value.args), **value.keywords)
+        if isinstance(value, types.MethodType) and value.__self__ is old:
+            return types.MethodType(value.__func__, new)
         return new if value is old else value
 
     return {key: follow(value) for key, value in contents.items()}
+
+
+def bind_methods(module: nn.Module) -> None:
+    """Turns what `rebind` put into `module` and the modules in it into bound methods, in place.
+
+    To torch.compile (2.11) every partial is an object of its own, so that modules alike would not share compiled
+    code; bound methods of one function are alike. They do not pickle: pickling and copying turn them back.
+    """
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            bound = isinstance(value, functools.partial) and value.args == (part,) and not value.keywords
+            if bound and isinstance(value.func, types.FunctionType):
+                vars(part)[name] = types.MethodType(value.func, part)
+                vars(part)["__getstate__"] = types.MethodType(_state_with_partials, part)
+
+
+def _state_with_partials(module: nn.Module) -> dict[str, Any]:
+    state = type(module).__getstate__(module)
+    del state["__getstate__"]
+    for name, value in state.items():
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            state[name] = functools.partial(value.__func__, module)
+    return state
 
 
 def get_module(model: nn.Module, fqn: str) -> nn.Module:
