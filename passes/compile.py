@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput, SamoptError, Unsupported
@@ -54,6 +55,8 @@ class Compile(Pass):
         super().__post_init__()
         if self.cuda_graphs and self.scope != "encoder":
             raise InvalidInput('Compile: cuda_graphs=True needs scope="encoder": a graph per block saves nothing')
+        if self.recompile_limit < 1:
+            raise InvalidInput(f"Compile: recompile_limit must be at least 1, not {self.recompile_limit}")
 
     def requires(self, model: nn.Module) -> None:
         """Raises Unsupported where TorchInductor cannot build code: no compiler, no Triton, no GPU for a graph."""
@@ -62,7 +65,7 @@ class Compile(Pass):
             raise Unsupported(f"CUDA graphs need a GPU and the model is on {device}", "leave cuda_graphs out")
         if device == "cpu" and not _cpp_compiler():
             raise Unsupported("TorchInductor found no C++ compiler", "install g++ or clang, or set CXX")
-        if device == "cuda" and not torch.utils._triton.has_triton():
+        if device == "cuda" and not has_triton():
             raise Unsupported("TorchInductor found no Triton for this GPU", "install triton, or leave compile out")
 
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
+from samopt.errors import InvalidInput
 from samopt.rebind import clone, rebind, wrap
 from samopt.result import Site, Skip
 from samopt.structure import encoders, layer_norms_2d, mask_decoders
@@ -37,6 +38,11 @@ class CastDtype(Pass):
 
     phase: ClassVar[Phase] = Phase.FLOAT
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.encoder or self.decoder):
+            raise InvalidInput("CastDtype: encoder=False and decoder=False leave nothing to do")
 
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:
         """Yields image encoder and mask decoder; one that holds no float32 weight is a Skip."""
@@ -90,6 +96,6 @@ def layer_norm_2d_in_float32(norm: Any, x: Tensor) -> Tensor:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(_cast(item, dtype) for item in value)
     return value

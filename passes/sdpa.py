@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
+from samopt.errors import InvalidInput
 from samopt.passes.rel_pos import tables
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
@@ -42,6 +43,11 @@ class SDPAttention(Pass):
 
     phase: ClassVar[Phase] = Phase.FLOAT
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.encoder or self.decoder):
+            raise InvalidInput("SDPAttention: encoder=False and decoder=False leave nothing to do")
 
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:
         """Yields the attention modules of encoder and decoder; look-alikes with other arithmetic are Skips."""

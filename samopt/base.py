@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, final
 
+import torch
 from torch import nn
 
 from samopt.errors import AlreadyApplied, InvalidInput, NoSites, SamoptError, Unsupported
@@ -106,7 +107,9 @@ class Pass(abc.ABC):
             Unsupported: the pass cannot run here; `NoSites` if nothing fits, `AlreadyApplied` if it ran before.
         """
         start = time.perf_counter()
-        if self.phase is not Phase.COMPILE:
+        if self.phase is Phase.COMPILE:
+            refuse_compiled(model, "undo that first")
+        else:
             refuse_compiled(model, f"apply {_title(self)} before Compile, or undo Compile first")
         self.requires(model)
         sites, skipped = self._match_unmarked(model)
@@ -157,13 +160,13 @@ class Pass(abc.ABC):
 
 
 def refuse_compiled(model: nn.Module, remedy: str) -> None:
-    """Raises Unsupported where a part of `model` is compiled: a copy of it would not be, without a word."""
+    """Raises AlreadyApplied where a part of `model` is compiled: a copy of it would not be, without a word."""
     for fqn, module in model.named_modules():
         if module._compiled_call_impl is not None:
-            raise Unsupported(f"{fqn or 'the model'} is compiled already", remedy)
+            raise AlreadyApplied(f"{fqn or 'the model'} is compiled already", remedy)
         if "_orig_mod" in module._modules:
             remedy = "put its _orig_mod in its place, and compile with samopt.passes.Compile"
-            raise Unsupported(f"{fqn or 'the model'} is wrapped by torch.compile", remedy)
+            raise AlreadyApplied(f"{fqn or 'the model'} is wrapped by torch.compile", remedy)
 
 
 def _title(pass_: Pass) -> str:
@@ -194,9 +197,19 @@ def _install(model: nn.Module, replacements: Sequence[tuple[Site, nn.Module]], n
                 raise SamoptError(
                     f"{name} cannot be undone: a later pass rewrote {fqn or 'the model'}; undo that one first"
                 )
+        if _devices([vars(model) if not fqn else get_module(model, fqn) for fqn, _ in replaced]) != _devices(
+            [old for _, old in replaced]
+        ):
+            raise SamoptError(f"{name} cannot be undone: the model was moved since; move it back first")
         _put_back(model, replaced)
 
     return undo
+
+
+def _devices(parts: Sequence[nn.Module | dict[str, Any]]) -> set[torch.device]:
+    """Where the weights of modules, or of a root's contents, are."""
+    modules = [module for part in parts for module in (part["_modules"].values() if isinstance(part, dict) else [part])]
+    return {parameter.device for module in modules if module is not None for parameter in module.parameters()}
 
 
 def _put_back(model: nn.Module, replaced: Sequence[tuple[str, Any]]) -> None:

@@ -24,6 +24,8 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except SamoptError as error:
+            if isinstance(error, AccuracyError):
+                _print(error.report)
             typer.secho(f"error: {error}", err=True, fg="red")
             raise typer.Exit(1 if isinstance(error, AccuracyError) else 2) from error
 
@@ -36,7 +38,10 @@ bench = typer.Typer(no_args_is_help=True, help="Measures speed; every figure com
 app.add_typer(bench, name="bench")
 
 Checkpoint = Annotated[Path | None, typer.Option(help="Meta's .pth file. Without it: the embedded model, sam_tiny.")]
-ModelType = Annotated[str, typer.Option(help="vit_b, vit_l or vit_h: which model the checkpoint is.")]
+ModelType = Annotated[
+    str | None,
+    typer.Option(help="vit_b, vit_l or vit_h: which model the checkpoint is; without it, what it turns out to be."),
+]
 RecipeName = Annotated[str, typer.Option(help="A built-in recipe (see `samopt recipes`) or a TOML file.")]
 Images = Annotated[Path | None, typer.Option(help="A folder of pictures to measure on. Without it: drawn scenes.")]
 ImageLimit = Annotated[int, typer.Option(min=1, help="Pictures to measure on, at most.")]
@@ -61,8 +66,8 @@ def demo(
     chosen = Recipe.of(recipe)
     scenes = scene_samples(2)
     shown = scenes[0] if image is None else read_image(image)
-    sam = _load(None, "vit_b", device)
-    _say(f"The embedded model, sam_tiny, through recipe {chosen.name!r}: {chosen.description}")
+    sam = _load(None, None, device)
+    _say(f"recipe {chosen.name}: {chosen.description}")
     fast = optimize(sam, chosen, samples=scenes)
     _print(report(fast))
     share = save_comparison(sam, fast, shown, out)
@@ -72,7 +77,7 @@ def demo(
 @app.command()
 def optimize(
     checkpoint: Checkpoint = None,
-    model_type: ModelType = "vit_h",
+    model_type: ModelType = None,
     recipe: RecipeName = "fast",
     images: Images = None,
     limit: ImageLimit = 4,
@@ -86,16 +91,21 @@ def optimize(
 
     _writable(json_out)
     chosen, samples = Recipe.of(recipe), _samples(images, limit)
-    found = report(run(_load(checkpoint, model_type, device), chosen, samples=samples, inplace=True))
+    sam = _load(checkpoint, model_type, device)
+    try:
+        found = report(run(sam, chosen, samples=samples, inplace=True))
+    except AccuracyError as error:
+        _write_json(json_out, error.report.to_dict())
+        raise
     _print(found)
-    json_out.write_text(json.dumps(found.to_dict(), indent=2) + "\n", encoding="utf-8")
+    _write_json(json_out, found.to_dict())
     _say(f"{json_out}: the same, as JSON")
 
 
 @app.command()
 def verify(
     checkpoint: Checkpoint = None,
-    model_type: ModelType = "vit_h",
+    model_type: ModelType = None,
     recipe: RecipeName = "fast",
     images: Images = None,
     limit: ImageLimit = 4,
@@ -107,8 +117,12 @@ def verify(
     from samopt.report import report
 
     chosen, samples = Recipe.of(recipe), _samples(images, limit)
-    model = run(_load(checkpoint, model_type, device), chosen, samples=samples, inplace=True, verify="end")
-    agreement = report(model).steps[-1].agreement
+    model = run(_load(checkpoint, model_type, device), chosen, samples=samples, inplace=True)
+    applied = [step for step in report(model).steps if step.status == "applied"]
+    for step in report(model).steps:
+        if step.status != "applied":
+            _say(f"{step.name} {step.status}: {step.reason}")
+    agreement = applied[-1].agreement if applied else None
     if agreement is None:
         raise SamoptError(f"recipe {chosen.name}: no pass applied here, so there was nothing to verify")
     _print(_kinds_table(agreement))
@@ -179,15 +193,19 @@ def encoder(
     machine = versions()
     _print(table(rows, ", ".join(f"{name} {version}" for name, version in machine.items())))
     if json_out is not None:
-        json_out.write_text(json.dumps({"versions": machine, "rows": to_dict(rows)}, indent=2) + "\n", encoding="utf-8")
+        _write_json(json_out, {"versions": machine, "rows": to_dict(rows)})
 
 
-def _load(checkpoint: Path | None, model_type: str, device: str) -> Sam:
+def _load(checkpoint: Path | None, model_type: str | None, device: str) -> Sam:
     from samopt.checkpoint import load_checkpoint
     from samopt.tiny import load_tiny
 
+    if checkpoint is None and model_type is not None:
+        raise InvalidInput(f"--model-type {model_type} needs --checkpoint; without both, the model is sam_tiny")
     target = _device(device)
-    return (load_tiny() if checkpoint is None else load_checkpoint(checkpoint, model_type)).to(target)
+    sam = load_tiny() if checkpoint is None else load_checkpoint(checkpoint, model_type)
+    _say(f"model: {'sam_tiny, the embedded one' if checkpoint is None else checkpoint}")
+    return sam.to(target)
 
 
 def _device(name: str) -> torch.device:
@@ -216,6 +234,17 @@ def _writable(path: Path) -> None:
         raise InvalidInput(f"{path}: there is no folder {path.parent}")
     if path.is_dir():
         raise InvalidInput(f"{path} is a folder; name a file")
+    existed = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be written ({error.strerror}); name another file") from error
+    if not existed:
+        path.unlink()
+
+
+def _write_json(path: Path, figures: Any) -> None:
+    path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def _kinds_table(agreement: Any) -> Any:

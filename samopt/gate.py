@@ -73,7 +73,7 @@ def failure(numerics: Numerics, unchanged: bool, before: Agreement, after: Agree
 
 
 def _beyond_rounding(before: Agreement, after: Agreement) -> str | None:
-    floor = FLOAT32_NOISE if torch.get_float32_matmul_precision() == "highest" else TF32_NOISE
+    floor = _float32_noise()
     for name in ("embedding_error", "logit_error"):
         was, now = getattr(before, name), getattr(after, name)
         limit = max(2 * was, floor)
@@ -81,6 +81,14 @@ def _beyond_rounding(before: Agreement, after: Agreement) -> str | None:
             label = name.replace("_", " ")
             return f"it is only to round, and the {label} rose from {was:.2e} to {now:.2e} (at most {limit:.2e})"
     return None
+
+
+def _float32_noise() -> float:
+    try:
+        exact = torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # the precision was chosen through torch.backends.….fp32_precision instead
+        exact = False
+    return FLOAT32_NOISE if exact else TF32_NOISE
 
 
 def _over_budget(after: Agreement, budget: Budget) -> str | None:

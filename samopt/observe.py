@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -93,14 +94,13 @@ class Outputs:
 
 
 @torch.no_grad()
-@torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 def observe(
     model: nn.Module, samples: Sequence[Sample], prompts: Callable[[SamPredictor, int], Sequence[PromptBatch]]
 ) -> Outputs:
     """Runs `model` on the samples through SamPredictor, as users do.
 
-    Float32 convolutions run without TF32, which PyTorch allows cuDNN by default: its 11 bits would drown what a pass
-    that only rounds may change.
+    Float32 convolutions run without TF32, which PyTorch allows cuDNN by default, and outside of autocast: 11 bits or
+    fewer would drown what a pass that only rounds may change.
 
     Args:
         model: a Sam. It is not changed.
@@ -116,18 +116,21 @@ def observe(
     device = predictor.device
     if device.type == "meta":
         raise InvalidInput("the model is on the meta device, without weights to measure: load them, or measure nothing")
+    for sample in samples:
+        check_size(predictor, sample)
     before = _allocated(device)
     embeddings, predictions, encode, decode, answered = [], [], [], 0.0, 0
-    for index, sample in enumerate(samples):
-        encode.append(_encode(predictor, sample))
-        embeddings.append(predictor.features.float().cpu())
-        answers = []
-        for batch in prompts(predictor, index):
-            prediction, seconds = _answer(predictor, batch)
-            answers.append(prediction)
-            decode, answered = decode + seconds, answered + len(prediction.iou)
-        predictions.append(answers)
-    steady = encode[1:] or [_encode(predictor, samples[0])]
+    with _full_float32(device):
+        for index, sample in enumerate(samples):
+            encode.append(_encode(predictor, sample))
+            embeddings.append(predictor.features.float().cpu())
+            answers = []
+            for batch in prompts(predictor, index):
+                prediction, seconds = _answer(predictor, batch)
+                answers.append(prediction)
+                decode, answered = decode + seconds, answered + len(prediction.iou)
+            predictions.append(answers)
+        steady = encode[1:] or [_encode(predictor, samples[0])]
     peak = torch.cuda.max_memory_allocated(device) - before + _bytes(model) if device.type == "cuda" else 0
     timings = Timings(float(np.median(steady)), encode[0], decode / max(answered, 1), peak)
     return Outputs(embeddings, predictions, timings)
@@ -145,14 +148,26 @@ def _bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _encode(predictor: SamPredictor, sample: Sample) -> float:
-    """Encodes the picture; returns the seconds of the model, without PIL's resize."""
+@contextmanager
+def _full_float32(device: torch.device) -> Iterator[None]:
+    cudnn = torch.backends.cudnn
+    kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
+    with torch.autocast(device.type, enabled=False), cudnn.flags(**kept, allow_tf32=False):
+        yield
+
+
+def check_size(predictor: SamPredictor, sample: Sample) -> None:
+    """Raises InvalidInput for a picture so narrow that nothing of it is left at the model's size."""
     height, width = sample.image.shape[:2]
     if 0 in predictor.transform.get_preprocess_shape(height, width, predictor.transform.target_length):
         raise InvalidInput(f"{sample.name}: {width} x {height} pixels are too narrow, the model would see nothing")
+
+
+def _encode(predictor: SamPredictor, sample: Sample) -> float:
+    """Encodes the picture; returns the seconds of the model, without PIL's resize."""
     resized = torch.as_tensor(predictor.transform.apply_image(sample.image), device=predictor.device)
     pixels = resized.permute(2, 0, 1).contiguous()[None]
-    return _timed(lambda: predictor.set_torch_image(pixels, (height, width)), predictor.device)[1]
+    return _timed(lambda: predictor.set_torch_image(pixels, sample.image.shape[:2]), predictor.device)[1]
 
 
 def _answer(predictor: SamPredictor, batch: PromptBatch) -> tuple[Prediction, float]:

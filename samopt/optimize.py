@@ -46,7 +46,8 @@ def optimize(
         samples: pictures to measure accuracy on (see `as_samples`), four of them where it is a folder; None draws
             four scenes with exact ground truth.
         inplace: rewrite `sam` itself, which saves the memory of a copy.
-        verify: measure accuracy after "each" pass, only at the "end", or not at all ("off").
+        verify: measure accuracy after "each" pass, only at the "end", or not at all ("off"). Only "each" can tell which
+            pass is at fault, and so drop one (`on_fail = "drop"`) or skip an optional one that fails to run.
 
     Returns:
         A Sam that does what `sam` did, in evaluation mode and without gradients. `report` tells what each pass did.
@@ -106,7 +107,9 @@ class _Run:
         except SamoptError:
             raise
         except Exception as error:
-            raise InvalidInput(f"the unmodified model failed to run: {_first_line(error)}") from error
+            raise InvalidInput(
+                f"the unmodified model failed to run: {_first_line(error)}; pass it in float32, as Meta's code needs it"
+            ) from error
         self.outputs = self.reference.outputs
         self.baseline = self.agreement = compare(self.outputs, self.reference)
         if not self.baseline.finite:
@@ -124,14 +127,16 @@ class _Run:
         except Unsupported as error:
             if step.required:
                 raise
-            self.steps.append(StepReport(repr(pass_), pass_.numerics, "skipped", str(error)))
+            self.steps.append(StepReport(repr(pass_), pass_.phase, pass_.numerics, "skipped", str(error)))
             return
         except SamoptError:
             raise
         except Exception as error:
             raise self._failed(step, error) from error
         self.applied.append(result)
-        row = StepReport(result.name, pass_.numerics, "applied", "", result.sites, result.skipped, result.seconds)
+        row = StepReport(
+            result.name, pass_.phase, pass_.numerics, "applied", "", result.sites, result.skipped, result.seconds
+        )
         if self.verify == "each":
             row = self._measure(step, row)
         self.steps.append(row)

@@ -7,13 +7,16 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import nn
 
+from samopt.observe import check_size
 from samopt.prompts import choose_objects
 from samopt.samples import Sample
 
 GRID = 8  # points a side, where a picture comes without prompts
 OBJECTS = 24  # at most this many masks are drawn
+SHOWN = 1024  # longest side of the picture that is segmented and drawn
 
 
 def save_comparison(unmodified: nn.Module, optimised: nn.Module, sample: Sample, path: str | Path) -> float:
@@ -31,20 +34,20 @@ def save_comparison(unmodified: nn.Module, optimised: nn.Module, sample: Sample,
     """
     from matplotlib.figure import Figure
 
+    asked = sample
+    sample = _shrunk(sample)
     points = _grid(sample) if sample.points is None else sample.points
-    masks, iou = _segment(unmodified, sample, points)
-    choice = iou.argmax(axis=1)
-    before = masks[np.arange(len(points)), choice]
+    before, iou = _segment(unmodified, sample, points, choice=None)
     if sample.points is None:
         kept = _distinct(before, iou.max(axis=1))
-        points, choice, before = points[kept], choice[kept], before[kept]
-    masks, iou = _segment(optimised, sample, points)
-    after = masks[np.arange(len(points)), choice]
+        points, before, iou = points[kept], before[kept], iou[kept]
+    choice = iou.argmax(axis=1)
+    after, iou = _segment(optimised, sample, points, choice)
     changed = int((iou.argmax(axis=1) != choice).sum())
     differs = (before != after).any(axis=0)
     share = float(differs.mean())
     panels = [
-        (f"{Path(sample.name).name}, {len(points)} points", sample.image),
+        (f"{Path(asked.name).name}, {len(points)} points", sample.image),
         ("unmodified", overlay(sample.image, before)),
         (f"optimised (another mask chosen at {changed} points)", overlay(sample.image, after)),
         (f"differ: {share:.3%} of the pixels (drawn larger)", _mark(sample.image, differs)),
@@ -57,7 +60,7 @@ def save_comparison(unmodified: nn.Module, optimised: nn.Module, sample: Sample,
         axes.axis("off")
         if image is not panels[-1][1]:
             axes.plot(points[:, 0], points[:, 1], ".", color="white", markeredgecolor="black", markersize=7)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")
     return share
 
 
@@ -90,24 +93,47 @@ def _grid(sample: Sample) -> NDArray[np.float64]:
     return np.stack(np.meshgrid(axis * width, axis * height), axis=-1).reshape(-1, 2)
 
 
+def _shrunk(sample: Sample) -> Sample:
+    """The sample with a longest side of at most SHOWN pixels: panels are no larger, and masks would fill the memory."""
+    height, width = sample.image.shape[:2]
+    scale = SHOWN / max(height, width)
+    if scale >= 1:
+        return sample
+    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+    image = np.array(Image.fromarray(sample.image).resize(size))
+    points = None if sample.points is None else sample.points * (np.array(size) / (width, height))
+    # A sample's points belong to masks, which are not looked at here.
+    masks = None if points is None else np.zeros((len(points), *image.shape[:2]), dtype=bool)
+    return Sample(image, masks, points, sample.name)
+
+
 @torch.no_grad()
 def _segment(
-    model: nn.Module, sample: Sample, points: NDArray[np.float64]
+    model: nn.Module, sample: Sample, points: NDArray[np.float64], choice: NDArray[np.intp] | None
 ) -> tuple[NDArray[np.bool_], NDArray[np.float32]]:
-    """The three masks at each point [N, 3, H, W], and their predicted IoU [N, 3]."""
+    """One of the three masks at each point [N, H, W], and the predicted IoU of all three [N, 3].
+
+    Args:
+        model: a Sam.
+        sample: the picture.
+        points: (x, y) in its pixels, [N, 2].
+        choice: which mask, [N]; None for the one with the best predicted IoU.
+    """
     from segment_anything import SamPredictor
 
     predictor = SamPredictor(model)
+    check_size(predictor, sample)
     predictor.set_image(sample.image)
     coords = predictor.transform.apply_coords(points, sample.image.shape[:2])
-    masks, iou = [], []
-    # A few at a time: the logits of many points at a photo's size would not fit into memory.
-    for few in torch.as_tensor(coords, dtype=torch.float32, device=predictor.device)[:, None].split(8):
-        labels = torch.ones(few.shape[:2], dtype=torch.int32, device=predictor.device)
-        found = predictor.predict_torch(few, labels)
-        masks.append(found[0].cpu().numpy())
-        iou.append(found[1].float().cpu().numpy())
-    return np.concatenate(masks), np.concatenate(iou)
+    chosen, scores = [], []
+    for few in torch.arange(len(points)).split(16):
+        at = torch.as_tensor(coords[few.numpy()], dtype=torch.float32, device=predictor.device)[:, None]
+        labels = torch.ones(at.shape[:2], dtype=torch.int32, device=predictor.device)
+        masks, iou, _ = predictor.predict_torch(at, labels)
+        scores.append(iou.float().cpu().numpy())
+        taken = scores[-1].argmax(axis=1) if choice is None else choice[few.numpy()]
+        chosen.append(masks.cpu().numpy()[np.arange(len(few)), taken])
+    return np.concatenate(chosen), np.concatenate(scores)
 
 
 def _distinct(masks: NDArray[np.bool_], scores: NDArray[np.float32]) -> NDArray[np.intp]:

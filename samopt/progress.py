@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, and nothing where there is none."""
+"""A progress bar with the time left on a terminal, and nothing where there is none."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class Progress:
         self._total, self._done = total, -1
         self._bar: rich.progress.Progress | None = None
         if console.is_terminal and console.file.isatty():  # FORCE_COLOR may call a log file a terminal
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
             text = TextColumn("{task.description}", markup=False)
-            columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Bar(*columns, console=console, transient=True)
+            columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            # A step may take minutes, and the time left is estimated from all that are done.
+            self._bar = Bar(*columns, console=console, transient=True, speed_estimate_period=86_400)
 
     def __enter__(self) -> Progress:
         if self._bar is not None:

@@ -67,6 +67,8 @@ class Recipe:
     bench_rows: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.steps, Iterable):
+            raise RecipeError(f"{self.name}: a recipe is made of steps, not {self.steps!r}")
         steps = tuple(self.steps)
         object.__setattr__(self, "steps", steps)
         if wrong := next((step for step in steps if not isinstance(step, Step)), None):

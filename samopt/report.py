@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from samopt.base import Numerics
+from samopt.base import Numerics, Phase
 from samopt.errors import SamoptError
 from samopt.result import Site, Skip
 from samopt.verify import Agreement
@@ -28,6 +28,7 @@ class StepReport:
 
     Attributes:
         name: the pass, with its options.
+        phase: when it runs.
         numerics: what it may do to the outputs.
         status: "applied"; "skipped", as it does not apply here; "dropped", as it cost too much accuracy; or "refused",
             for the same reason, which ended the run.
@@ -39,6 +40,7 @@ class StepReport:
     """
 
     name: str
+    phase: Phase
     numerics: Numerics
     status: Literal["applied", "skipped", "dropped", "refused"]
     reason: str = ""
@@ -150,11 +152,10 @@ def report(model: nn.Module) -> Report:
 
 def _lost_compilations(model: nn.Module, found: Report) -> Iterator[str]:
     """A deep copy and an unpickled model are not compiled; what is not must not be reported as if it were."""
+    compiled = any(module._compiled_call_impl is not None for module in model.modules())
     for step in found.steps:
-        if step.status == "applied" and step.name.startswith("Compile("):
-            modules = [model.get_submodule(site.fqn) for site in step.sites]
-            if any(module._compiled_call_impl is None for module in modules):
-                yield f"not compiled: a copy loses its compilation; apply samopt.passes.{step.name} to it again"
+        if step.phase is Phase.COMPILE and step.status == "applied" and not compiled:
+            yield f"not compiled: a copy loses its compilation; apply samopt.passes.{step.name} to it again"
 
 
 def versions() -> dict[str, str]:

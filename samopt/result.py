@@ -59,8 +59,12 @@ class PassResult:
     def undo(self) -> None:
         """Puts the modules the pass replaced back, the very objects, bit for bit.
 
+        Weights loaded since are in both where the pass left values as they were, and in the new modules only where it
+        changed them, as a cast does: load them again afterwards.
+
         Raises:
-            SamoptError: when undone before, or when a later pass rewrote the same modules: undo that one first.
+            SamoptError: when undone before; when a later pass rewrote the same modules: undo that one first; when the
+                model was moved to another device since.
         """
         if self._undo is None:
             raise SamoptError(f"{self.name} was undone already; apply the pass again to redo it")

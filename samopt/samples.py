@@ -51,9 +51,10 @@ class Sample:
         ):
             expected = f"[N, {image.shape[0]}, {image.shape[1]}]"
             raise InvalidInput(f"{self.name}: masks must be a bool array {expected}, not {_describe(masks)}")
-        if points is not None and (masks is None or np.shape(points) != (len(masks), 2)):
+        fits = masks is not None and isinstance(points, np.ndarray) and points.shape == (len(masks), 2)
+        if points is not None and not (fits and points.dtype.kind in "iuf"):
             raise InvalidInput(f"{self.name}: points must be one (x, y) per mask, not {_describe(points)}")
-        if points is not None and not np.all((points >= 0) & (points <= image.shape[1::-1])):
+        if points is not None and not np.all((points >= 0) & (points < image.shape[1::-1])):
             size = f"{image.shape[1]} x {image.shape[0]} pixels"
             raise InvalidInput(f"{self.name}: points must lie in the picture, {size}")
 
@@ -101,7 +102,9 @@ def read_image(path: str | Path) -> Sample:
             return _sample_of(image, str(path))
     except FileNotFoundError as error:
         raise InvalidInput(f"{path}: there is no such image file") from error
-    except OSError as error:
+    except InvalidInput:
+        raise
+    except Exception as error:  # decoders raise what they like at damaged or oversized files
         raise _unreadable(str(path), error) from error
 
 

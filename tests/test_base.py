@@ -286,3 +286,10 @@ def test_an_undone_pass_lets_its_modules_go(sam: Sam) -> None:
     result.undo()
     gc.collect()
     assert new() is None
+
+
+def test_undo_of_a_moved_model_is_refused(sam: Sam) -> None:
+    result = Exact()(sam)
+    sam.to("meta")
+    with pytest.raises(SamoptError, match="the model was moved since; move it back first"):
+        result.undo()

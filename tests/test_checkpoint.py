@@ -36,6 +36,10 @@ def test_names_the_model_type_it_found(vit_b: Path) -> None:
         load_checkpoint(vit_b, "vit_h")
 
 
+def test_finds_out_the_model_type(vit_b: Path) -> None:
+    assert len(load_checkpoint(vit_b).image_encoder.blocks) == 12
+
+
 def test_unknown_model_type(vit_b: Path) -> None:
     with pytest.raises(InvalidInput, match="unknown model type 'vit_x'"):
         load_checkpoint(vit_b, "vit_x")
@@ -70,9 +74,30 @@ def missing_weights(path: Path, good: Path) -> None:
     torch.save({WIDTH_KEY: state[WIDTH_KEY]}, path)
 
 
-@pytest.mark.parametrize(
-    "make", [truncated, no_pickle, empty, other_model, no_state_dict, arbitrary_code, missing_weights]
-)
+def odd_keys(path: Path, good: Path) -> None:
+    torch.save({1: torch.zeros(3)}, path)
+
+
+def flat_weight(path: Path, good: Path) -> None:
+    torch.save({WIDTH_KEY: torch.tensor(1.0)}, path)
+
+
+def unknown_width(path: Path, good: Path) -> None:
+    torch.save({WIDTH_KEY: torch.zeros(192, 3, 16, 16)}, path)
+
+
+def damaged(path: Path, good: Path) -> None:
+    torch.save({WIDTH_KEY: torch.zeros(768, 3, 16, 16)}, path)
+    content = bytearray(path.read_bytes())
+    at = content.index(b"patch_embed")
+    content[at - 40 : at] = bytes(40)
+    path.write_bytes(content)
+
+
+BAD = (truncated, no_pickle, empty, other_model, no_state_dict, arbitrary_code, missing_weights)
+
+
+@pytest.mark.parametrize("make", [*BAD, odd_keys, flat_weight, unknown_width, damaged])
 def test_bad_files_are_one_clear_error(make: Callable[[Path, Path], None], vit_b: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.pth"
     make(path, vit_b)

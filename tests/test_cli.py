@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -97,11 +98,30 @@ def test_verify_prints_every_kind_of_prompt(run: Callable[..., Result]) -> None:
         assert kind in result.output
 
 
+def test_verify_tells_what_was_skipped(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["samopt.passes.compile"], "_cpp_compiler", lambda: None)
+    (tmp_path / "optional.toml").write_text(f'{EAGER}\n[[pass]]\nname = "compile"\nrequired = false\n')
+    result = run("verify", "--recipe", "optional.toml", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "found no C++ compiler" in result.output
+    assert "within the budget" in result.output
+
+
 def test_verify_over_budget_is_exit_code_1(run: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "strict.toml").write_text(f"[accuracy]\nmin_iou = 1.0\n{EAGER}")
     result = run("verify", "--recipe", "strict.toml", "--device", "cpu")
     assert result.exit_code == 1
     assert "minimum mask IoU" in result.stderr
+    assert "refused" in result.output  # the table up to there
+
+
+def test_optimize_over_budget_still_writes_the_report(run: Callable[..., Result], tmp_path: Path) -> None:
+    (tmp_path / "strict.toml").write_text(f"[accuracy]\nmin_iou = 1.0\n{EAGER}")
+    assert run("optimize", "--recipe", "strict.toml", "--device", "cpu").exit_code == 1
+    written = json.loads((tmp_path / "samopt-report.json").read_text())
+    assert [step["status"] for step in written["steps"]] == ["applied", "applied", "refused"]
 
 
 def test_passes_lists_every_pass(run: Callable[..., Result]) -> None:
@@ -136,6 +156,8 @@ def test_cuda_without_a_gpu(run: Callable[..., Result], tmp_path: Path) -> None:
         (("optimize", "--checkpoint", "none.pth", "--model-type", "vit_b"), "none.pth: there is no such checkpoint"),
         (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_b"), "not a readable PyTorch checkpoint"),
         (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
+        (("optimize", "--model-type", "vit_b"), "--model-type vit_b needs --checkpoint"),
+        (("optimize", "--json", "/proc/report.json"), "/proc/report.json: cannot be written"),
         (("optimize", "--images", "nowhere"), "nowhere: there is no such folder"),
         (("optimize", "--images", "empty"), "empty: no image in this folder"),
         (("optimize", "--images", "unreadable"), "photo.png: not a readable image"),

@@ -4,9 +4,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from samopt import Agreement, Budget, InvalidInput, Numerics
-from samopt.gate import FLOAT32_NOISE, failure
+from samopt.gate import FLOAT32_NOISE, TF32_NOISE, failure
 from samopt.observe import Timings
 from samopt.verify import KindAgreement
 
@@ -115,3 +116,13 @@ def test_a_budget_of_masks_is_yes_or_no() -> None:
     with pytest.raises(InvalidInput, match="masks must be true or false, not 1"):
         Budget(masks=no_number)
     assert Budget(mean_iou=1, embedding_error=None, masks=False).mean_iou == 1
+
+
+def test_the_newer_precision_setting_is_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mixed() -> str:
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    rounded = agreement(error=TF32_NOISE * 0.9)
+    assert failure(Numerics.ROUNDING, False, UNMODIFIED, rounded, BUDGET) is not None
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert failure(Numerics.ROUNDING, False, UNMODIFIED, rounded, BUDGET) is None

@@ -41,3 +41,13 @@ def test_overlay_tints_masks_and_leaves_the_picture() -> None:
     assert (image == 200).all()
     assert len(np.unique(drawn[~masks[0]])) == 1
     assert not (drawn[20, 20] == drawn[0, 0]).all()
+
+
+def test_a_large_photo_is_shrunk_and_any_name_is_a_png(tiny256: Sam, tmp_path: Path) -> None:
+    photo = np.random.default_rng(0).integers(0, 256, (2000, 60, 3), dtype=np.uint8)
+    masks = np.zeros((1, 2000, 60), dtype=bool)
+    masks[0, 1900:] = True
+    sample = Sample(photo, masks, np.array([[30.0, 1950.0]]))
+    assert save_comparison(tiny256, tiny256, sample, tmp_path / "picture") == 0
+    with Image.open(tmp_path / "picture") as image:
+        assert image.format == "PNG"

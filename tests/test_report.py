@@ -12,7 +12,7 @@ from rich.console import Console
 from segment_anything.modeling import Sam
 from torch import nn
 
-from samopt import Numerics, Pass, Report, SamoptError, Sample, Site, Skip, Step, optimize, report
+from samopt import Numerics, Pass, Phase, Report, SamoptError, Sample, Site, Skip, Step, optimize, report
 from samopt.observe import Timings
 from samopt.passes import Compile
 from samopt.report import StepReport
@@ -24,11 +24,20 @@ MEASURED = Agreement(MASKS, {"point": MASKS}, 0.0123, 0.02, False, True, Timings
 BASELINE = Agreement(MASKS, {"point": MASKS}, 0.0, 0.0, True, True, Timings(0.125, 1.5, 0.004, 0))
 STEPS = (
     StepReport(
-        "Toy(mode='[red]')", Numerics.EXACT, "applied", "", (Site("a", {"grid": (4, 4)}), Site("b")), (), 0.5, MEASURED
+        "Toy(mode='[red]')",
+        Phase.FLOAT,
+        Numerics.EXACT,
+        "applied",
+        "",
+        (Site("a", {"grid": (4, 4)}), Site("b")),
+        (),
+        0.5,
+        MEASURED,
     ),
-    StepReport("Shy()", Numerics.ROUNDING, "skipped", "there is no [gpu] here"),
+    StepReport("Shy()", Phase.FLOAT, Numerics.ROUNDING, "skipped", "there is no [gpu] here"),
     StepReport(
         "Bad()",
+        Phase.FLOAT,
         Numerics.LOSSY,
         "dropped",
         "it cost [/too] much",
@@ -100,10 +109,12 @@ def test_the_dictionary_is_json_and_complete() -> None:
 
 def test_untrained_weights_and_unmeasured_runs_show_no_masks() -> None:
     untrained = Agreement(None, {}, 0.5, 0.1, False, True, Timings(0.1, 0.2, 0.01, 0))
-    made = Report("r", "cpu", untrained, (StepReport("Toy()", Numerics.LOSSY, "applied", agreement=untrained),))
+    made = Report(
+        "r", "cpu", untrained, (StepReport("Toy()", Phase.FLOAT, Numerics.LOSSY, "applied", agreement=untrained),)
+    )
     assert "masks: not measured, untrained weights" in shown(made)
     assert "mask IoU" not in str(made)
-    bare = Report("r", "cpu", None, (StepReport("Toy()", Numerics.LOSSY, "applied"),))
+    bare = Report("r", "cpu", None, (StepReport("Toy()", Phase.FLOAT, Numerics.LOSSY, "applied"),))
     assert "Toy" in str(bare)
     assert "embedding error" not in str(bare)
     assert bare.to_dict()["unmodified"] is None

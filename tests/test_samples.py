@@ -222,3 +222,10 @@ def test_pixels_of_unknown_range_are_refused(tmp_path: Path, dtype: type[np.gene
         as_samples(path)
     with pytest.raises(InvalidInput, match=r"sample 0: .*unknown range"):
         as_samples([Image.open(path)])
+
+
+def test_a_decompression_bomb_is_an_unreadable_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.fromarray(PICTURE).save(tmp_path / "large.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
+    with pytest.raises(InvalidInput, match=r"large.png: not a readable image"):
+        read_image(tmp_path / "large.png")

@@ -11,7 +11,8 @@ from segment_anything.modeling import Sam
 from segment_anything.modeling.image_encoder import Attention, window_partition
 from torch import Tensor, nn
 
-from samopt import InvalidInput, Skip, rebind
+from samopt import InvalidInput, NoSites, Skip, rebind
+from samopt.passes import HoistRelPos, SDPAttention
 from samopt.structure import (
     check_sam,
     decoder_attentions,
@@ -159,11 +160,19 @@ def test_recursive_functions_are_compared() -> None:
     assert not same_code(make(recursive.format(1)), make(recursive.format(2)))
 
 
-def test_differs_trusts_what_a_pass_bound_and_nothing_else(sam: Sam) -> None:
-    neck = sam.image_encoder.neck
+def test_differs_trusts_what_samopts_own_passes_bound_and_nothing_else(sam: Sam) -> None:
+    neck, attention = sam.image_encoder.neck, sam.image_encoder.blocks[0].attn
     assert differs(neck, "forward", nn.Sequential.forward) is None
+    assert differs(attention, "forward", Attention.forward) is None
+    HoistRelPos()(sam)
+    assert differs(sam.image_encoder.blocks[0].attn, "forward", Attention.forward) is None
     Exact()(sam)
-    assert differs(sam.image_encoder.neck, "forward", nn.Sequential.forward) is None
     rebind(neck, "forward", nn.Sequential.forward)
     assert differs(neck, "forward", nn.Sequential.forward) == "its forward was replaced on this module"
-    assert "is not the code" in str(differs(neck, "no_such_method", nn.Sequential.forward))
+    assert "is not the code" in str(differs(sam.mask_decoder, "forward", nn.Sequential.forward))
+
+
+def test_a_patched_segment_anything_is_not_taken_for_itself(sam: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attention, "forward", lambda self, x: x * 0)
+    with pytest.raises(NoSites, match="segment_anything's own forward was replaced in this process"):
+        SDPAttention(decoder=False)(sam)
