@@ -54,13 +54,13 @@ def load_checkpoint(path: str | Path, model_type: str | None = None) -> Sam:
 
 def _read(path: Path) -> Mapping[str, torch.Tensor]:
     if not path.is_file():
-        raise CheckpointError(f"{path}: there is no such checkpoint file")
+        raise CheckpointError(f"{path}: there is no such checkpoint file{', it is a folder' if path.is_dir() else ''}")
     try:
         state: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the unpickler raises what it likes at damaged files
-        lines = str(error).strip().splitlines() or [type(error).__name__]
+        # PyTorch's own message would advise to load the file without its safeguard.
         raise CheckpointError(
-            f"{path}: not a readable PyTorch checkpoint, or a truncated one ({lines[0][:200]}); download it again"
+            f"{path}: not a PyTorch checkpoint of tensors, or a truncated one; download it again"
         ) from error
     tensors = isinstance(state, Mapping) and all(
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()

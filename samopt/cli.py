@@ -30,9 +30,7 @@ class _Commands(TyperGroup):
             raise typer.Exit(1 if isinstance(error, AccuracyError) else 2) from error
 
 
-app = typer.Typer(
-    cls=_Commands, no_args_is_help=True, add_completion=False, help="Optimises Segment Anything, measured pass by pass."
-)
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False)
 
 bench = typer.Typer(no_args_is_help=True, help="Measures speed; every figure comes with machine and versions.")
 app.add_typer(bench, name="bench")
@@ -43,9 +41,28 @@ ModelType = Annotated[
     typer.Option(help="vit_b, vit_l or vit_h: which model the checkpoint is; without it, what it turns out to be."),
 ]
 RecipeName = Annotated[str, typer.Option(help="A built-in recipe (see `samopt recipes`) or a TOML file.")]
-Images = Annotated[Path | None, typer.Option(help="A folder of pictures to measure on. Without it: drawn scenes.")]
+Images = Annotated[
+    Path | None, typer.Option(help="A picture, or a folder of them, to measure on. Without it: drawn scenes.")
+]
 ImageLimit = Annotated[int, typer.Option(min=1, help="Pictures to measure on, at most.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes the GPU where there is one.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        typer.echo(f"samopt {version('samopt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def samopt(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Optimises Segment Anything, measured pass by pass."""
 
 
 @app.command()
@@ -72,6 +89,8 @@ def demo(
     _print(report(fast))
     share = save_comparison(sam, fast, shown, out)
     _say(f"{out}: {shown.name}, masks before and after; {share:.3%} of the pixels differ")
+    if image is not None:
+        _say("(the table is measured on drawn scenes, the only pictures sam_tiny knows: its masks of photos are poor)")
 
 
 @app.command()
@@ -84,7 +103,10 @@ def optimize(
     json_out: Annotated[Path, typer.Option("--json", help="Where to write the report.")] = Path("samopt-report.json"),
     device: Device = "auto",
 ) -> None:
-    """Optimises a checkpoint with a recipe; prints what each pass did and writes it as JSON."""
+    """Optimises a checkpoint with a recipe; prints what each pass did and writes it as JSON.
+
+    It writes the report, not a model: in Python, samopt.optimize returns one.
+    """
     from samopt.optimize import optimize as run
     from samopt.recipe import Recipe
     from samopt.report import report
@@ -223,9 +245,11 @@ def _device(name: str) -> torch.device:
 
 
 def _samples(images: Path | None, limit: int) -> Any:
-    from samopt.samples import image_folder, scene_samples
+    from samopt.samples import image_folder, read_image, scene_samples
 
-    return scene_samples(limit) if images is None else image_folder(images, limit)
+    if images is None:
+        return scene_samples(limit)
+    return [read_image(images)] if images.is_file() else image_folder(images, limit)
 
 
 def _writable(path: Path) -> None:

@@ -94,14 +94,17 @@ def _float32_noise() -> float:
 def _over_budget(after: Agreement, budget: Budget) -> str | None:
     assert after.masks is not None
     figures = [
-        ("mean mask IoU", after.masks.mean_iou, budget.mean_iou),
-        ("minimum mask IoU", after.masks.min_iou, budget.min_iou),
-        *((f"mean mask IoU of {kind} prompts", of.mean_iou, budget.kind_mean_iou) for kind, of in after.kinds.items()),
+        ("mean_iou", "mean mask IoU", after.masks.mean_iou, budget.mean_iou),
+        ("min_iou", "minimum mask IoU", after.masks.min_iou, budget.min_iou),
+        *(
+            ("kind_mean_iou", f"mean mask IoU of {kind} prompts", of.mean_iou, budget.kind_mean_iou)
+            for kind, of in after.kinds.items()
+        ),
     ]
     if after.masks.truth is not None and after.masks.reference_truth is not None:
         least = after.masks.reference_truth - budget.truth_drop
-        figures.append(("ground-truth mIoU", after.masks.truth, least))
-    for name, value, least in figures:
+        figures.append(("truth_drop", "ground-truth mIoU", after.masks.truth, least))
+    for key, name, value, least in figures:
         if value < least:
-            return f"{name} {value:.4f} is below the budget's {least:.4f}"
+            return f"{name} {value:.5g} is below the budget's {least:.5g} ({key})"
     return None

@@ -23,7 +23,7 @@ from samopt.recipe import Recipe, Step
 from samopt.report import ATTRIBUTE, Report, StepReport, versions
 from samopt.result import PassResult
 from samopt.samples import Sample, as_samples, scene_samples
-from samopt.structure import check_sam
+from samopt.structure import check_sam, describe
 from samopt.verify import Agreement, Reference, compare, relative_error
 
 M = TypeVar("M", bound=nn.Module)
@@ -159,7 +159,8 @@ class _Run:
             return row
         if step.on_fail == "raise":
             self.steps.append(dataclasses.replace(row, status="refused", reason=reason))
-            remedy = "leave the pass out, give its entry on_fail = 'drop', or raise the budget"
+            remedy = "leave the pass out, give its entry on_fail = 'drop'"
+            remedy += ", or loosen the budget" if step.pass_.numerics is Numerics.LOSSY else ""
             raise AccuracyError(f"{row.name}: {reason}; {remedy}", self.report())
         self.applied.pop().undo()
         return dataclasses.replace(row, status="dropped", reason=reason)
@@ -196,7 +197,10 @@ class _Run:
     def report(self) -> Report:
         """What became of the entries so far."""
         device = str(next(self.model.parameters()).device)
-        return Report(self.recipe.name, device, self.baseline, tuple(self.steps), versions())
+        samples = () if self.reference is None else tuple(sample.name for sample in self.reference.samples)
+        return Report(
+            self.recipe.name, describe(self.model), samples, device, self.baseline, tuple(self.steps), versions()
+        )
 
 
 @contextmanager

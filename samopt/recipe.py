@@ -165,9 +165,9 @@ def _step(entry: dict[str, Any], where: str) -> Step:
     name, required, on_fail = options.pop("name", None), options.pop("required", True), options.pop("on_fail", "raise")
     if not isinstance(name, str) or name not in PASSES:
         found = "has no name" if name is None else f"names an unknown pass {name!r}"
-        raise RecipeError(f"{where} {found}; known passes: {', '.join(PASSES)}")
+        raise RecipeError(f"{where} {found}; known passes: {', '.join(PASSES)} (your own go into a Recipe in Python)")
     where = f"{where} ({name})"
-    _no_unknown_keys(options, {field.name for field in dataclasses.fields(PASSES[name])}, where)
+    _no_unknown_keys(entry, {"name", "required", "on_fail", *(f.name for f in dataclasses.fields(PASSES[name]))}, where)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
         return Step(PASSES[name](**options), required, on_fail)

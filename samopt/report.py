@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -69,6 +70,8 @@ class Report:
 
     Attributes:
         recipe: its name.
+        model: what was optimised, in words.
+        samples: what accuracy was measured on; empty where nothing was measured.
         device: where the model was.
         baseline: the unmodified model's own figures; None where nothing was measured.
         steps: what became of each entry.
@@ -77,6 +80,8 @@ class Report:
     """
 
     recipe: str
+    model: str
+    samples: tuple[str, ...]
     device: str
     baseline: Agreement | None
     steps: tuple[StepReport, ...]
@@ -87,6 +92,8 @@ class Report:
         """The whole report, for JSON."""
         return {
             "recipe": self.recipe,
+            "model": self.model,
+            "samples": list(self.samples),
             "device": self.device,
             "versions": self.versions,
             "unmodified": self.baseline and self.baseline.to_dict(),
@@ -110,7 +117,7 @@ class Report:
         for name, count, of in zip(names, sites, agreements, strict=True):
             table.add_row(Text(name), count, *("" if of is None else column.figure(of) for column in columns))
         # As Text, for rich would read "[...]" in a reason or a name as markup.
-        title = Text(f"samopt, recipe {self.recipe}, on {self.device}", style="table.title")
+        title = Text(f"{self.model}, recipe {self.recipe}, on {self.device}", style="table.title")
         return Group(title, table, Text(self._caption(), style="table.caption"))
 
     def _caption(self) -> str:
@@ -118,6 +125,10 @@ class Report:
         lines += [f"{_short(step.name)} left out {skip}" for step in self.steps for skip in step.skipped]
         if self.baseline is not None and self.baseline.masks is None:
             lines.append("masks: not measured, untrained weights")
+        if self.samples:
+            shown = ", ".join(self.samples[:4]) + (", ..." if len(self.samples) > 4 else "")
+            lines.append(f"measured on {shown}")
+        lines += _slower(self.baseline, self.steps)
         return "\n".join([*lines, *self.notes, ", ".join(map(" ".join, self.versions.items()))])
 
     def __str__(self) -> str:
@@ -147,7 +158,7 @@ def report(model: nn.Module) -> Report:
     if not isinstance(found, Report):
         raise SamoptError("this model has no report: it was not made by samopt.optimize")
     lost = list(_lost_compilations(model, found))
-    return Report(found.recipe, found.device, found.baseline, found.steps, found.versions, tuple(lost))
+    return dataclasses.replace(found, notes=tuple(lost))
 
 
 def _lost_compilations(model: nn.Module, found: Report) -> Iterator[str]:
@@ -156,6 +167,17 @@ def _lost_compilations(model: nn.Module, found: Report) -> Iterator[str]:
     for step in found.steps:
         if step.phase is Phase.COMPILE and step.status == "applied" and not compiled:
             yield f"not compiled: a copy loses its compilation; apply samopt.passes.{step.name} to it again"
+
+
+def _slower(baseline: Agreement | None, steps: Sequence[StepReport]) -> Iterator[str]:
+    """Says where the result is slower than the unmodified model: half precision on some CPUs, for one."""
+    last = next((step.agreement for step in reversed(steps) if step.status == "applied"), None)
+    if baseline is None or last is None:
+        return
+    for what, name in (("encoding", "encode_seconds"), ("answering prompts", "decode_seconds")):
+        ratio = getattr(last.timings, name) / getattr(baseline.timings, name)
+        if ratio > 1.25:  # less is within the noise of one measurement
+            yield f"slower: {what} takes {ratio:.1f} times as long as unmodified here; leave out the pass that costs it"
 
 
 def versions() -> dict[str, str]:
@@ -185,11 +207,11 @@ def _of_masks(name: str, form: str) -> Callable[[Agreement], str]:
 
 
 COLUMNS = (
-    Column("embedding error", lambda of: f"{of.embedding_error:.1e}"),
+    Column("emb. error", lambda of: f"{of.embedding_error:.1e}"),
     Column("mask IoU", _of_masks("mean_iou", ".4f")),
-    Column("worst mask", _of_masks("min_iou", ".3f")),
+    Column("worst", _of_masks("min_iou", ".3f")),
     Column("true mIoU", _of_masks("truth", ".4f")),
-    Column("first encode s", lambda of: f"{of.timings.first_seconds:.2f}"),
+    Column("first s", lambda of: f"{of.timings.first_seconds:.2f}"),
     Column("encode ms", lambda of: f"{of.timings.encode_seconds * 1e3:.1f}"),
     Column("ms/prompt", lambda of: f"{of.timings.decode_seconds * 1e3:.2f}"),
     Column("GPU GiB", lambda of: f"{of.timings.peak_bytes / 2**30:.2f}" if of.timings.peak_bytes else ""),

@@ -40,7 +40,8 @@ class Sample:
     def __post_init__(self) -> None:
         image, masks, points = self.image, self.masks, self.points
         if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-            raise InvalidInput(f"{self.name}: an image must be a uint8 array [H, W, 3] in RGB, not {_describe(image)}")
+            expected = "an image must be a uint8 array [H, W, 3] in RGB"
+            raise InvalidInput(f"{self.name}: {expected}, not {_describe(image)}{_image_hint(image)}")
         if 0 in image.shape:
             raise InvalidInput(f"{self.name}: the image is empty, {list(image.shape)}")
         if masks is not None and (
@@ -50,7 +51,8 @@ class Sample:
             or masks.shape[1:] != image.shape[:2]
         ):
             expected = f"[N, {image.shape[0]}, {image.shape[1]}]"
-            raise InvalidInput(f"{self.name}: masks must be a bool array {expected}, not {_describe(masks)}")
+            hint = "; of a label map make np.stack([labels == i for i in np.unique(labels) if i])"
+            raise InvalidInput(f"{self.name}: masks must be a bool array {expected}, not {_describe(masks)}{hint}")
         fits = masks is not None and isinstance(points, np.ndarray) and points.shape == (len(masks), 2)
         if points is not None and not (fits and points.dtype.kind in "iuf"):
             raise InvalidInput(f"{self.name}: points must be one (x, y) per mask, not {_describe(points)}")
@@ -116,7 +118,7 @@ def image_folder(folder: str | Path, limit: int = 4) -> list[Sample]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise InvalidInput(f"{folder}: there is no such folder")
+        raise InvalidInput(f"{folder}: there is no such folder{', it is a file' if folder.is_file() else ''}")
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in SUFFIXES)
     if not paths:
         raise InvalidInput(f"{folder}: no image in this folder (looked for {', '.join(sorted(SUFFIXES))})")
@@ -137,9 +139,12 @@ def scene_samples(count: int = 4, size: int = 1024) -> list[Sample]:
 
 def _sample_of(image: Image, name: str) -> Sample:
     try:
-        return Sample(_rgb(image), name=name)
+        pixels = _rgb(image)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name}: {error}") from error
     except Exception as error:  # PIL reads lazily, and its decoders raise all kinds of error on a damaged file
         raise _unreadable(name, error) from error
+    return Sample(pixels, name=name)
 
 
 def _unreadable(name: str, error: Exception) -> InvalidInput:
@@ -147,18 +152,31 @@ def _unreadable(name: str, error: Exception) -> InvalidInput:
 
 
 def _rgb(image: Image) -> NDArray[np.uint8]:
-    """The picture upright and as RGB, without its transparency. Of 16 bits of grey the upper 8 are kept."""
+    """The picture upright and as RGB, without its transparency."""
     from PIL import ImageOps
 
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        raise InvalidInput(f"it holds {frames} pictures; pass the one to measure on")
     image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # which convert("RGB") would clip to white
-        grey = (np.asarray(image) >> 8).astype(np.uint8)
-        return np.repeat(grey[:, :, None], 3, axis=2)
-    if image.mode in ("I", "F"):
-        raise InvalidInput(f"its pixels are numbers of unknown range (PIL mode {image.mode}), not 8-bit colours")
+    if image.mode.startswith(("I", "F")):  # convert("RGB") would clip them; 12 bits kept in 16 would come out black
+        raise InvalidInput(f"its pixels have more than 8 bits (PIL mode {image.mode}); scale it as you do for SAM")
     if image.mode == "P":  # by way of RGBA, as PIL warns about transparent entries of a palette otherwise
         image = image.convert("RGBA")
     return np.array(image.convert("RGB"))
+
+
+def _image_hint(image: Any) -> str:
+    """What to do about an array that is nearly an image."""
+    shape: tuple[int, ...] = image.shape if isinstance(image, np.ndarray) else ()
+    if len(shape) == 4:
+        return "; pass a list of images, not a stack"
+    if len(shape) == 2:
+        return "; repeat grey: np.stack([image] * 3, axis=-1)"
+    if len(shape) == 3 and shape[2] == 4:
+        return "; drop the transparency: image[..., :3]"
+    if len(shape) == 3 and shape[0] == 3 and shape[2] != 3:
+        return "; put the colours last: image.transpose(1, 2, 0)"
+    return "; scale it to 0...255 and make it uint8, as you do for SAM" if len(shape) == 3 else ""
 
 
 def _describe(value: Any) -> str:

@@ -25,10 +25,20 @@ def check_sam(model: Any) -> None:
     """Raises InvalidInput unless `model` has the three parts of a Sam."""
     missing = [part for part in PARTS if not isinstance(getattr(model, part, None), nn.Module)]
     if not isinstance(model, nn.Module) or missing:
-        raise InvalidInput(
-            f"{type(model).__name__} is no Sam: it has no {', no '.join(missing or PARTS)}; "
-            "pass a model from segment_anything's sam_model_registry, or a relative with the same parts"
-        )
+        inside = next((name for name in ("model", "module") if hasattr(getattr(model, name, None), PARTS[0])), None)
+        remedy = f"pass its .{inside}" if inside else "pass a model from segment_anything's sam_model_registry"
+        raise InvalidInput(f"{type(model).__name__} is no Sam: it has no {', no '.join(missing or PARTS)}; {remedy}")
+
+
+def describe(model: nn.Module) -> str:
+    """A Sam in words: its class, and the size of its image encoder."""
+    encoder: Any = model.image_encoder
+    words = type(model).__name__
+    if isinstance(getattr(encoder, "blocks", None), nn.ModuleList) and len(encoder.blocks):
+        words += f" of {len(encoder.blocks)} blocks"
+        weight = getattr(getattr(encoder.patch_embed, "proj", None), "weight", None)
+        words += f" x {len(weight)}" if weight is not None else ""
+    return f"{words}, {encoder.img_size} px" if hasattr(encoder, "img_size") else words
 
 
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -162,6 +162,10 @@ class Reference:
         placed = scored is not None and (scored.truth is None or scored.truth >= PLACED)
         return replace(reference, trained=placed)
 
+    def __repr__(self) -> str:
+        kinds = len({batch.kind for batches in self.prompts for batch in batches})
+        return f"Reference({len(self.samples)} pictures, {kinds} kinds of prompts, trained={self.trained})"
+
     def observe(self, model: nn.Module) -> Outputs:
         """What another model answers to the same samples and prompts."""
         return observe(model, self.samples, lambda _, index: self.prompts[index])

@@ -154,7 +154,7 @@ def test_cuda_without_a_gpu(run: Callable[..., Result], tmp_path: Path) -> None:
         (("optimize", "--recipe", "broken.toml"), "broken.toml, entry 2 (dtype): unknown key 'dtpye'"),
         (("optimize", "--recipe", "unordered.toml"), "entry 2"),
         (("optimize", "--checkpoint", "none.pth", "--model-type", "vit_b"), "none.pth: there is no such checkpoint"),
-        (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_b"), "not a readable PyTorch checkpoint"),
+        (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_b"), "not a PyTorch checkpoint of tensors"),
         (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
         (("optimize", "--model-type", "vit_b"), "--model-type vit_b needs --checkpoint"),
         (("optimize", "--json", "/proc/report.json"), "/proc/report.json: cannot be written"),

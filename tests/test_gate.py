@@ -64,15 +64,15 @@ def test_rounding_is_granted_the_noise_of_float32_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("after", "figure"),
     [
-        (agreement(0.89, 0.89), "mean mask IoU 0.8900 is below the budget's 0.9000"),
-        (agreement(*[1.0] * 9, 0.49), "minimum mask IoU 0.4900 is below the budget's 0.5000"),
+        (agreement(0.89, 0.89), "mean mask IoU 0.89 is below the budget's 0.9 (mean_iou)"),
+        (agreement(*[1.0] * 9, 0.49), "minimum mask IoU 0.49 is below the budget's 0.5 (min_iou)"),
         (
             agreement(1.0, kinds={"box": KindAgreement((0.79,), 0.0, None, None)}),
-            "mean mask IoU of box prompts 0.7900 is below the budget's 0.8000",
+            "mean mask IoU of box prompts 0.79 is below the budget's 0.8 (kind_mean_iou)",
         ),
         (
             agreement(masks=KindAgreement((1.0,), 0.0, 0.69, 0.8)),
-            "ground-truth mIoU 0.6900 is below the budget's 0.7000",
+            "ground-truth mIoU 0.69 is below the budget's 0.7 (truth_drop)",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_a_required_pass_that_refuses_is_its_own_error(
     [
         (Exact(1 + 1e-5), r"Exact\(factor=.*\): it is to be exact, and the outputs are not bit-equal"),
         (Rounding(1.01), r"Rounding\(factor=.*\): it is only to round, and the embedding error rose"),
-        (Lossy(-1.0), r"Lossy\(factor=.*\): mean mask IoU .* is below the budget's 0\.9900"),
+        (Lossy(-1.0), r"Lossy\(factor=.*\): mean mask IoU .* is below the budget's 0\.99"),
         (Exact(NAN), "the outputs hold NaN"),
         (Rounding(NAN), "the outputs hold NaN"),
         (Lossy(NAN), "the outputs hold NaN"),

@@ -47,7 +47,9 @@ STEPS = (
         MEASURED,
     ),
 )
-REPORT = Report("mine [bold]", "cpu", BASELINE, STEPS, {"torch": "2.0"}, ("something changed",))
+REPORT = Report(
+    "mine [bold]", "Toy", ("cell [1].png",), "cpu", BASELINE, STEPS, {"torch": "2.0"}, ("something changed",)
+)
 
 
 def shown(made: Report) -> str:
@@ -58,7 +60,7 @@ def shown(made: Report) -> str:
 def test_text_holds_every_entry_figure_reason_and_note() -> None:
     text = shown(REPORT)
     for part in (
-        "samopt, recipe mine [bold], on cpu",
+        "Toy, recipe mine [bold], on cpu",
         "Shy skipped: there is no [gpu] here",
         "Bad dropped: it cost [/too] much",
         "Bad left out d: too [b]wide",
@@ -82,7 +84,7 @@ def test_text_holds_every_entry_figure_reason_and_note() -> None:
 def test_html_and_rich_show_what_text_shows(capsys: pytest.CaptureFixture[str]) -> None:
     html = REPORT._repr_html_()
     assert html.startswith("<pre>")
-    for part in ("samopt, recipe mine [bold]", "Toy", "skipped", "dropped", "0.9938", "something changed"):
+    for part in ("Toy, recipe mine [bold]", "Toy", "skipped", "dropped", "0.9938", "something changed"):
         assert part in html
     console = Console(width=130, color_system=None)
     with console.capture() as capture:
@@ -110,11 +112,16 @@ def test_the_dictionary_is_json_and_complete() -> None:
 def test_untrained_weights_and_unmeasured_runs_show_no_masks() -> None:
     untrained = Agreement(None, {}, 0.5, 0.1, False, True, Timings(0.1, 0.2, 0.01, 0))
     made = Report(
-        "r", "cpu", untrained, (StepReport("Toy()", Phase.FLOAT, Numerics.LOSSY, "applied", agreement=untrained),)
+        "r",
+        "Toy",
+        (),
+        "cpu",
+        untrained,
+        (StepReport("Toy()", Phase.FLOAT, Numerics.LOSSY, "applied", agreement=untrained),),
     )
     assert "masks: not measured, untrained weights" in shown(made)
     assert "mask IoU" not in str(made)
-    bare = Report("r", "cpu", None, (StepReport("Toy()", Phase.FLOAT, Numerics.LOSSY, "applied"),))
+    bare = Report("r", "Toy", (), "cpu", None, (StepReport("Toy()", Phase.FLOAT, Numerics.LOSSY, "applied"),))
     assert "Toy" in str(bare)
     assert "embedding error" not in str(bare)
     assert bare.to_dict()["unmodified"] is None
@@ -182,3 +189,16 @@ def test_a_copy_says_that_it_is_not_compiled(sam: Sam, monkeypatch: pytest.Monke
         assert note in " ".join(str(report(again)).split())
         Compile(scope="encoder")(again)
         assert report(again).notes == ()
+
+
+def test_a_slower_result_is_not_passed_over() -> None:
+    def timed(encode: float, decode: float) -> Agreement:
+        return Agreement(None, {}, 0.0, 0.0, True, True, Timings(encode, encode, decode, 0))
+
+    def made(after: Agreement) -> str:
+        step = StepReport("Toy()", Phase.FLOAT, Numerics.LOSSY, "applied", agreement=after)
+        return shown(Report("r", "Toy", (), "cpu", timed(1.0, 0.1), (step,)))
+
+    assert "slower" not in made(timed(0.5, 0.1))
+    assert "slower: encoding takes 3.0 times as long" in made(timed(3.0, 0.1))
+    assert "slower: answering prompts takes 2.0 times as long" in made(timed(0.5, 0.2))

@@ -208,19 +208,27 @@ def test_a_palette_with_transparent_entries_is_read_without_a_warning(tmp_path: 
 
 
 @pytest.mark.parametrize("suffix", [".png", ".tif"])
-def test_sixteen_bits_of_grey_keep_their_upper_eight(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"grey{suffix}"
-    Image.fromarray(GREY.astype(np.uint16) * 257).save(path)
-    assert np.array_equal(read_image(path).image, GREY_RGB)
+def test_sixteen_bits_are_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"cell{suffix}"
+    Image.fromarray(np.full((20, 30), 4000, np.uint16)).save(path)
+    with pytest.raises(InvalidInput, match=r"more than 8 bits .*scale it as you do for SAM"):
+        read_image(path)
+
+
+def test_a_stack_of_pictures_is_refused(tmp_path: Path) -> None:
+    pages = [Image.fromarray(PICTURE)] * 5
+    pages[0].save(tmp_path / "stack.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(InvalidInput, match="it holds 5 pictures"):
+        read_image(tmp_path / "stack.tif")
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
 def test_pixels_of_unknown_range_are_refused(tmp_path: Path, dtype: type[np.generic]) -> None:
     path = tmp_path / "numbers.tif"
     Image.fromarray(GREY.astype(dtype)).save(path)
-    with pytest.raises(InvalidInput, match=f"{path}: .*unknown range"):
+    with pytest.raises(InvalidInput, match=f"{path}: .*more than 8 bits"):
         as_samples(path)
-    with pytest.raises(InvalidInput, match=r"sample 0: .*unknown range"):
+    with pytest.raises(InvalidInput, match=r"sample 0: .*more than 8 bits"):
         as_samples([Image.open(path)])
 
 
