@@ -25,12 +25,12 @@ import torch
 from torch import fx, nn
 
 from samopt.base import Numerics, Phase
-from samopt.graph import Declined, GraphPass, own_methods
-from samopt.graph_method import RunOriginal
-from samopt.masked_writes import IN_PLACE, MaskedWrites
-from samopt.masks import may_index_with_mask, subscripts
-from samopt.source_check import syntax_tree
-from samopt.tracing import method_function
+from samopt.graphs import Declined, GraphPass, own_methods
+from samopt.graphs.graph_method import RunOriginal
+from samopt.graphs.mask_indices import may_index_with_mask, subscripts
+from samopt.graphs.masked_writes import IN_PLACE, MaskedWrites
+from samopt.graphs.source_check import syntax_tree
+from samopt.graphs.tracing import method_function
 
 
 @dataclass(frozen=True)

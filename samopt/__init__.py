@@ -17,7 +17,7 @@ from samopt.errors import (
     Unsupported,
 )
 from samopt.gate import Budget
-from samopt.graph import Declined, GraphPass
+from samopt.graphs import Declined, GraphPass
 from samopt.optimize import optimize
 from samopt.rebind import clone, rebind
 from samopt.recipe import Recipe, Step

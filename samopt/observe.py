@@ -54,7 +54,7 @@ class Timings:
     Attributes:
         encode_seconds: median time of encoding a picture, the warm-up left out.
         first_seconds: time of the first encoding, which warms up and compiles.
-        decode_seconds: mean time of answering one prompt, resizing to the picture included.
+        decode_seconds: median time of answering one prompt of several at once, resizing to the picture included.
         peak_bytes: peak GPU memory of the model's weights and what it computes; 0 on a CPU.
     """
 
@@ -119,7 +119,7 @@ def observe(
     for sample in samples:
         check_size(predictor, sample)
     before = _allocated(device)
-    embeddings, predictions, encode, decode, answered = [], [], [], 0.0, 0
+    embeddings, predictions, encode, decode = [], [], [], []
     with _full_float32(device):
         for index, sample in enumerate(samples):
             encode.append(_encode(predictor, sample))
@@ -128,11 +128,11 @@ def observe(
             for batch in prompts(predictor, index):
                 prediction, seconds = _answer(predictor, batch)
                 answers.append(prediction)
-                decode, answered = decode + seconds, answered + len(prediction.iou)
+                decode.append(seconds / len(prediction.iou))
             predictions.append(answers)
         steady = encode[1:] or [_encode(predictor, samples[0])]
     peak = torch.cuda.max_memory_allocated(device) - before + _bytes(model) if device.type == "cuda" else 0
-    timings = Timings(float(np.median(steady)), encode[0], decode / max(answered, 1), peak)
+    timings = Timings(float(np.median(steady)), encode[0], float(np.median(decode or [0.0])), peak)
     return Outputs(embeddings, predictions, timings)
 
 

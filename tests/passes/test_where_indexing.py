@@ -15,10 +15,10 @@ from torch import Tensor
 
 from samopt import AlreadyApplied, NoSites, Site, Skip
 from samopt.passes.where_indexing import WhereIndexing
-from tests.graphs import assert_same_bits, refuse_original, rewritten
 from tests.models import random_sam
 from tests.snapshot import Snapshot
 from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
+from tests.toy_graphs import assert_same_bits, refuse_original, rewritten
 
 
 @pytest.fixture

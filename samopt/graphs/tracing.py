@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from samopt.graph_method import REQUIRED, TENSOR, VALUE, GraphMethod, Key, Kind
-from samopt.source_check import Declined, check_source, is_own
-from samopt.stand_ins import INPLACE, ModuleView, RecordFactories, Tracer
+from samopt.graphs.graph_method import REQUIRED, TENSOR, VALUE, GraphMethod, Key, Kind
+from samopt.graphs.source_check import Declined, check_source, is_own
+from samopt.graphs.stand_ins import INPLACE, ModuleView, RecordFactories, Tracer
 
 _MAX_VARIANTS = 16
 _NOT_TENSORS = (int, float, str, tuple, list, dict)

@@ -21,7 +21,7 @@ import torch
 from torch import fx, nn
 
 from samopt.errors import Unsupported
-from samopt.source_check import is_own
+from samopt.graphs.source_check import is_own
 
 TENSOR, VALUE = "tensor", "value"
 Kind = str | bool | None

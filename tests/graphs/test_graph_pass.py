@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from samopt import AlreadyApplied, GraphPass, NoSites, Numerics, Phase, Site, Skip
-from samopt.graph import Declined, own_methods
-from samopt.graph_method import REQUIRED, GraphMethod, RunOriginal, Variant
+from samopt.graphs import Declined, own_methods
+from samopt.graphs.graph_method import REQUIRED, GraphMethod, RunOriginal, Variant
+from samopt.graphs.tracing import trace_method
 from samopt.passes import WhereIndexing
-from samopt.tracing import trace_method
 from tests import mask_toys
-from tests.graphs import rewritten
 from tests.snapshot import Snapshot
+from tests.toy_graphs import rewritten
 
 
 @dataclass(frozen=True)

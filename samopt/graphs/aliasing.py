@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from torch import fx, nn
 from torch.fx.graph import inplace_methods
 
-from samopt.source_check import Declined, is_own, words
-from samopt.tracing import trace_method
+from samopt.graphs.source_check import Declined, is_own, words
+from samopt.graphs.tracing import trace_method
 
 # Results in memory of their own. `out=` and `inplace=` are looked at separately.
 _FRESH = words(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from samopt.graph import Declined, own_methods
-from samopt.tracing import trace_method
+from samopt.graphs import Declined, own_methods
+from samopt.graphs.tracing import trace_method
 from tests import numerics
 from tests.snapshot import Snapshot
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from samopt.aliasing import Aliases, describe, operation
-from samopt.masks import REPEATABLE
-from samopt.source_check import Declined, words
+from samopt.graphs.aliasing import Aliases, describe, operation
+from samopt.graphs.mask_indices import REPEATABLE
+from samopt.graphs.source_check import Declined, words
 
 # Correctly rounded, so the same in vector code, scalar code and on any device. `sin` is not: on CPUs it is another
 # function for strided memory than for contiguous. Nor is `maximum`, of -0.0 and 0.0.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from samopt import GraphPass
-from samopt.graph_method import GraphMethod
+from samopt.graphs.graph_method import GraphMethod
 
 
 def rewritten(module: nn.Module, *passes: GraphPass) -> Any:

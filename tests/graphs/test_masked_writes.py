@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from samopt import NoSites
 from samopt.passes.where_indexing import WhereIndexing
 from tests import mask_toys, unsound_mask_toys
-from tests.graphs import assert_same_bits, refuse_original, rewritten
 from tests.mask_toys import SHAPE, Toy
 from tests.snapshot import Snapshot
+from tests.toy_graphs import assert_same_bits, refuse_original, rewritten
 
 
 @pytest.fixture(autouse=True)

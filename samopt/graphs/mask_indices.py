@@ -10,9 +10,9 @@ from operator import attrgetter
 import torch
 from torch import fx, nn
 
-from samopt.aliasing import operation
-from samopt.graph_method import VALUE
-from samopt.source_check import Declined, words
+from samopt.graphs.aliasing import operation
+from samopt.graphs.graph_method import VALUE
+from samopt.graphs.source_check import Declined, words
 
 _COMPARISONS = words("eq ne lt le gt ge isnan isinf isfinite isclose logical_and logical_or logical_not bool")
 _LOGIC = words("and_ or_ xor invert bitwise_and bitwise_or bitwise_xor bitwise_not")

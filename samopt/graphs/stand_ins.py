@@ -14,7 +14,7 @@ from torch.fx.graph import inplace_methods
 from torch.fx.proxy import Attribute, GraphAppendingTracer, Proxy
 from torch.overrides import TorchFunctionMode
 
-from samopt.source_check import Declined, is_immutable
+from samopt.graphs.source_check import Declined, is_immutable
 
 INPLACE: dict[str, Callable[..., Any]] = {f"__{name}__": getattr(operator, name) for name in inplace_methods}
 """`x += y` and `x[i] = y`: special method to operator."""

@@ -1,7 +1,7 @@
 """The form of a graph pass: trace one method of a module, rewrite the graph, bind the generated code to a clone.
 
 The module so keeps its class, attributes, children, parameters and keys; only the one method runs other code, and
-only for the kinds of arguments that were traced (see `samopt.graph_method`).
+only for the kinds of arguments that were traced (see `samopt.graphs.graph_method`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ from torch import fx, nn
 
 from samopt.base import Pass
 from samopt.errors import Unsupported
-from samopt.graph_method import GraphMethod, generate
+from samopt.graphs.graph_method import GraphMethod, generate
+from samopt.graphs.source_check import Declined
+from samopt.graphs.tracing import bound_method, method_function, parameters, trace_method
 from samopt.rebind import clone, get_module, rebind
 from samopt.result import Site, Skip
-from samopt.source_check import Declined
-from samopt.tracing import bound_method, method_function, parameters, trace_method
-
-__all__ = ["Declined", "GraphPass", "own_methods"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class GraphPass(Pass):
         """Rewrites `graph` in place.
 
         Args:
-            graph: one method, for one kind of arguments, as `samopt.tracing` describes.
+            graph: one method, for one kind of arguments, as `samopt.graphs.tracing` describes.
             module: whose method it is; read it, never change it.
 
         Returns:
