@@ -1,0 +1,63 @@
+"""The README's code is run as it stands there, on a small Sam."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from segment_anything.modeling import Sam
+
+import samopt
+from samopt.passes import SDPAttention
+from tests.models import random_sam
+
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+
+
+def block(language: str, mark: str) -> str:
+    """The one code block of a language that holds `mark`."""
+    (found,) = (text for text in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL) if mark in text)
+    return found
+
+
+@pytest.fixture
+def names(sam: Sam, pictures: list[samopt.Sample], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the snippets take for granted; drawn scenes are small ones."""
+    monkeypatch.setattr(sys.modules["samopt.optimize"], "scene_samples", lambda: pictures)
+    monkeypatch.setattr(sys.modules["samopt.verify"], "scene_samples", lambda: pictures)
+    labels = np.zeros((64, 64), int)
+    labels[8:24, 8:24], labels[30:60, 30:50] = 1, 7
+    image = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    return {"samopt": samopt, "sam": sam, "np": np, "SDPAttention": SDPAttention, "labels": labels, "image": image}
+
+
+def test_one_pass_at_a_time(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    exec(block("python", "result.undo()"), names)
+    assert "embedding error" in capsys.readouterr().out
+
+
+def test_a_pass_of_your_own(names: dict[str, Any]) -> None:
+    exec(block("python", "class TanhGELU"), names)
+    assert [step.status for step in samopt.report(names["fast"]).steps] == ["applied", "applied"]
+
+
+def test_ground_truth_from_a_label_map(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(samopt, "optimize", lambda sam, **arguments: seen.update(arguments))
+    exec(block("python", "label map").replace("labels = ...", "labels = labels"), names)
+    (sample,) = seen["samples"]
+    assert sample.masks.sum(axis=(1, 2)).tolist() == [16 * 16, 30 * 20]
+
+
+def test_the_recipe_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(block("toml", "[accuracy]"))
+    model = samopt.optimize(random_sam(), tmp_path / "mine.toml", verify="off")
+    assert [step.name.partition("(")[0] for step in samopt.report(model).steps] == [
+        "SDPAttention",
+        "CastDtype",
+        "Compile",
+    ]
