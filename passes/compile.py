@@ -26,7 +26,7 @@ from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput, SamoptError, Unsupported
 from samopt.rebind import bind_methods, clone
 from samopt.result import Site, Skip
-from samopt.structure import encoders
+from samopt.structure import encoders, join
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Compile(Pass):
         for fqn, encoder in encoders(model):
             names = ["patch_embed", *(f"blocks.{index}" for index in range(len(encoder.blocks))), "neck"]
             for name in names if self.scope == "block" else [""]:
-                yield Site(".".join(part for part in (fqn, name) if part))
+                yield Site(join(fqn, name))
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         options: dict[str, Any] = {"triton.cudagraphs": self.cuda_graphs}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from samopt.base import Numerics, Pass, Phase
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
-from samopt.structure import differs, encoders
+from samopt.structure import differs, encoders, join
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LinearPatchEmbed(Pass):
         for fqn, encoder in encoders(model):
             for name, conv in encoder.patch_embed.named_modules():
                 if isinstance(conv, nn.Conv2d):
-                    site = ".".join(part for part in (fqn, "patch_embed", name) if part)
+                    site = join(fqn, "patch_embed", name)
                     reason = _why_no_matmul(conv)
                     yield Skip(site, reason) if reason else Site(site, {"patch": conv.kernel_size})
 

@@ -17,6 +17,7 @@ are not known from the code: the helpers below look at them on each call and lea
 from __future__ import annotations
 
 import dis
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -143,9 +144,11 @@ class _Rewrite:
             elif not (value.target is cast and value.args[1] is x):
                 value = self._insert(write, like, (value, x), "value")
             where = self._insert(write, torch.where, (keep, value, x), "where")
-            at = self.order[write]
-            x.replace_all_uses_with(where, lambda user, at=at: self.order[user] > at)  # type: ignore[misc]
+            x.replace_all_uses_with(where, functools.partial(self._follows, write))
             self.graph.erase_node(write)
+
+    def _follows(self, write: fx.Node, user: fx.Node) -> bool:
+        return self.order[user] > self.order[write]
 
     def _widen(self, node: fx.Node) -> None:
         """Makes a masked read, or an operation on one, compute all rows."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from samopt.errors import AlreadyApplied, InvalidInput, NoSites, SamoptError, Unsupported
-from samopt.rebind import get_module, retarget, set_module
+from samopt.rebind import retarget, set_module
 from samopt.result import PassResult, Site, Skip
 
 if typing.TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Pass(abc.ABC):
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:
         """Yields the sites to rewrite and the look-alikes declined, each with its reason. Changes nothing."""
 
-    def calibrate(self, model: nn.Module, sites: Sequence[Site], samples: Sequence[Sample] | None) -> Any:  # noqa: B027
+    def calibrate(self, model: nn.Module, sites: Sequence[Site], samples: Sequence[Sample] | None) -> Any:  # noqa: B027 - likewise
         """Returns what `rewrite` needs to know from sample inputs; None for most passes."""
 
     @abc.abstractmethod
@@ -120,7 +120,7 @@ class Pass(abc.ABC):
         sites.sort(key=lambda site: site.fqn.count(".") + bool(site.fqn))
         replacements = []
         for site in sites:
-            old = get_module(model, site.fqn)
+            old = model.get_submodule(site.fqn)
             new = self.rewrite(old, site, stats)
             if new is old:
                 raise TypeError(f"{_title(self)}.rewrite must return a new module for {site}, not the one it was given")
@@ -136,7 +136,7 @@ class Pass(abc.ABC):
         for found in self.match(model):
             if isinstance(found, Skip):
                 skipped.append(found)
-            elif self._has_rewritten(get_module(model, found.fqn)):
+            elif self._has_rewritten(model.get_submodule(found.fqn)):
                 skipped.append(Skip(found.fqn, f"{_title(self)} was applied already"))
             elif any(site.fqn == found.fqn for site in sites):
                 raise TypeError(f"{_title(self)}.match must yield {found} once")
@@ -179,7 +179,7 @@ def _install(model: nn.Module, replacements: Sequence[tuple[Site, nn.Module]], n
     try:
         for site, new in replacements:
             if site.fqn:
-                replaced.append((site.fqn, get_module(model, site.fqn)))
+                replaced.append((site.fqn, model.get_submodule(site.fqn)))
                 set_module(model, site.fqn, new)
             else:
                 # The caller holds the root, so the object stays and its contents are exchanged.
@@ -197,7 +197,7 @@ def _install(model: nn.Module, replacements: Sequence[tuple[Site, nn.Module]], n
                 raise SamoptError(
                     f"{name} cannot be undone: a later pass rewrote {fqn or 'the model'}; undo that one first"
                 )
-        if _devices([vars(model) if not fqn else get_module(model, fqn) for fqn, _ in replaced]) != _devices(
+        if _devices([vars(model) if not fqn else model.get_submodule(fqn) for fqn, _ in replaced]) != _devices(
             [old for _, old in replaced]
         ):
             raise SamoptError(f"{name} cannot be undone: the model was moved since; move it back first")
@@ -223,7 +223,7 @@ def _put_back(model: nn.Module, replaced: Sequence[tuple[str, Any]]) -> None:
 def _identities(model: nn.Module, fqn: str) -> list[Any]:
     """The objects a pass put at a site: the module and those inside it, or the root's contents."""
     try:
-        module = get_module(model, fqn)
+        module = model.get_submodule(fqn)
     except AttributeError:
         return [None]
     return [vars(module) if module is model else module, *module.modules()]

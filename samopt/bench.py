@@ -78,7 +78,7 @@ def bench_encoder(
         device: where to run.
         seed: of weights and pixels.
     """
-    half = next((step.pass_ for step in recipe.steps if isinstance(step.pass_, CastDtype)), CastDtype())
+    half = recipe.find(CastDtype) or CastDtype()
     for model_type in model_types:
         torch._dynamo.reset()
         sam = random_model(model_type, seed).to(device)

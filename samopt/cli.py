@@ -191,7 +191,7 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe's
 def encoder(
     models: Annotated[list[str], typer.Option("--model-type", help="vit_b, vit_l, vit_h, sam_tiny; repeatable.")],
     recipe: RecipeName = "fast",
-    batch_size: Annotated[list[int], typer.Option(min=1, help="For the recipe; repeatable.")] = [1, 8, 16],  # noqa: B006
+    batch_size: Annotated[list[int], typer.Option(min=1, help="For the recipe; repeatable.")] = [1, 8, 16],  # noqa: B006 - typer copies it
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file, too.")] = None,
     device: Device = "auto",
 ) -> None:

@@ -225,7 +225,7 @@ def _half_precision_error(model: nn.Module, reference: Reference, recipe: Recipe
     """The embedding error of the unmodified encoder in eager half precision: the yardstick for untrained weights."""
     from samopt.passes import CastDtype
 
-    cast = next((step.pass_ for step in recipe.steps if isinstance(step.pass_, CastDtype)), CastDtype())
+    cast = recipe.find(CastDtype) or CastDtype()
     half = clone(model)
     CastDtype(cast.dtype, decoder=False)(half)
     outputs: Outputs = observe(half, reference.samples, lambda predictor, index: [])

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import nn
 
 from samopt.observe import check_size
-from samopt.prompts import choose_objects
+from samopt.prompts import choose_objects, point_grid
 from samopt.samples import Sample
 
 GRID = 8  # points a side, where a picture comes without prompts
@@ -36,7 +36,7 @@ def save_comparison(unmodified: nn.Module, optimised: nn.Module, sample: Sample,
 
     asked = sample
     sample = _shrunk(sample)
-    points = _grid(sample) if sample.points is None else sample.points
+    points = point_grid(sample.image.shape[:2], GRID) if sample.points is None else sample.points
     before, iou = _segment(unmodified, sample, points, choice=None)
     if sample.points is None:
         kept = _distinct(before, iou.max(axis=1))
@@ -84,13 +84,6 @@ def _mark(image: NDArray[np.uint8], pixels: NDArray[np.bool_]) -> NDArray[np.uin
     grey = np.repeat(image.mean(axis=2, keepdims=True) * 0.5, 3, axis=2)
     grey[ndimage.binary_dilation(pixels, iterations=max(1, len(image) // 250))] = (255, 0, 0)
     return grey.round().astype(np.uint8)
-
-
-def _grid(sample: Sample) -> NDArray[np.float64]:
-    """GRID x GRID points (x, y) over a picture, [N, 2]."""
-    height, width = sample.image.shape[:2]
-    axis = (np.arange(GRID) + 0.5) / GRID
-    return np.stack(np.meshgrid(axis * width, axis * height), axis=-1).reshape(-1, 2)
 
 
 def _shrunk(sample: Sample) -> Sample:

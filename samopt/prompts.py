@@ -77,6 +77,12 @@ def make_prompts(
     ]
 
 
+def point_grid(size: tuple[int, int], side: int) -> NDArray[np.float64]:
+    """`side` x `side` points (x, y) in pixels, evenly over a picture of `size` (H, W), [N, 2]."""
+    axis = (np.arange(side) + 0.5) / side
+    return np.stack(np.meshgrid(axis * size[1], axis * size[0]), axis=-1).reshape(-1, 2)
+
+
 def innermost(mask: NDArray[np.bool_]) -> NDArray[np.float64]:
     """The pixel (x, y) of a non-empty mask [H, W] that is farthest from its outside and from the picture's border."""
     x0, y0, x1, y1 = box_of(mask).astype(int)

@@ -85,11 +85,6 @@ def _state_with_partials(module: nn.Module) -> dict[str, Any]:
     return state
 
 
-def get_module(model: nn.Module, fqn: str) -> nn.Module:
-    """The module named `fqn` in `model`; "" is the model itself."""
-    return model.get_submodule(fqn)
-
-
 def set_module(model: nn.Module, fqn: str, module: nn.Module) -> None:
     """Puts `module` where `fqn` is in `model` (not the root, which is nobody's child)."""
     parent, _, name = fqn.rpartition(".")

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from samopt.base import Pass
 from samopt.errors import InvalidInput, RecipeError
 from samopt.gate import Budget
+
+P = TypeVar("P", bound=Pass)
 
 TABLES = {"description", "accuracy", "pass", "bench"}
 
@@ -87,6 +89,10 @@ class Recipe:
         for index, step in enumerate(steps, start=1):
             if (first := seen.setdefault(type(step.pass_), index)) != index:
                 raise RecipeError(f"{self.name}: entries {first} and {index} are both {type(step.pass_).__name__}")
+
+    def find(self, kind: type[P]) -> P | None:
+        """The pass of a kind among the entries, or None."""
+        return next((step.pass_ for step in self.steps if isinstance(step.pass_, kind)), None)
 
     @staticmethod
     def of(recipe: str | Path | Recipe | Sequence[Pass | Step]) -> Recipe:

@@ -41,6 +41,11 @@ def describe(model: nn.Module) -> str:
     return f"{words}, {encoder.img_size} px" if hasattr(encoder, "img_size") else words
 
 
+def join(*names: str) -> str:
+    """A dotted module name of its parts; the root's, "", adds nothing."""
+    return ".".join(name for name in names if name)
+
+
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The image encoders in `model`, with their names: what has a patch embedding and blocks, and a neck."""
     for fqn, module in model.named_modules():
@@ -84,8 +89,7 @@ def _grids(model: nn.Module) -> dict[str, tuple[int, int]]:
             continue
         for index, block in enumerate(encoder.blocks):
             window = getattr(block, "window_size", 0)
-            name = f"blocks.{index}.attn"
-            grids[f"{fqn}.{name}" if fqn else name] = (window, window) if window else grid
+            grids[join(fqn, f"blocks.{index}.attn")] = (window, window) if window else grid
     return grids
 
 

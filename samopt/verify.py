@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from samopt.errors import InvalidInput
 from samopt.observe import Outputs, Prediction, Timings, observe
-from samopt.prompts import PromptBatch, choose_objects, make_prompts
+from samopt.prompts import PromptBatch, choose_objects, make_prompts, point_grid
 from samopt.samples import Sample, as_samples, scene_samples
 from samopt.structure import check_sam
 
@@ -268,8 +268,7 @@ def _find_objects(
     predictor: SamPredictor, size: tuple[int, int], to_input: Any
 ) -> tuple[NDArray[np.bool_], NDArray[np.float64]]:
     """What the model itself finds at a 3 x 3 grid of points, where a picture comes without masks."""
-    axes = (np.arange(3) + 0.5) / 3
-    points = np.stack(np.meshgrid(axes * size[1], axes * size[0]), axis=-1).reshape(-1, 2)
+    points = point_grid(size, 3)
     coords = to_input(points[:, None]).to(predictor.device)
     labels = torch.ones(coords.shape[:2], dtype=torch.int32, device=predictor.device)
     masks, iou, _ = predictor.predict_torch(coords, labels)

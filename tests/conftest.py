@@ -15,6 +15,7 @@ from torch import nn
 from samopt import Sample, optimize
 from samopt.passes import HoistRelPos, WhereIndexing
 from tests.models import random_sam
+from tests.toy_graphs import refuse_original
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -77,3 +78,9 @@ def pictures() -> list[Sample]:
         image = squares.repeat(10, axis=0).repeat(10, axis=1)[:height, :width].copy()
         found.append(Sample(image, name=f"picture {seed}"))
     return found
+
+
+@pytest.fixture
+def no_original(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods that a graph pass rewrote fail where they would run their original code."""
+    refuse_original(monkeypatch)

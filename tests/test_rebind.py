@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samopt import clone, rebind
-from samopt.rebind import get_module, retarget, set_module, wrap
+from samopt.rebind import retarget, set_module, wrap
 from tests.snapshot import Snapshot
 
 
@@ -122,9 +122,9 @@ def test_a_rebound_method_compiles_without_a_graph_break(tied: Tied) -> None:
 
 def test_modules_are_read_and_set_by_name() -> None:
     model = nn.Sequential(nn.Sequential(nn.ReLU()), nn.GELU())
-    assert get_module(model, "") is model
+    assert model.get_submodule("") is model
     new = nn.SiLU()
     set_module(model, "0.0", new)
-    assert get_module(model, "0.0") is new
+    assert model.get_submodule("0.0") is new
     set_module(model, "1", new)
     assert list(model.modules())[1:] == [model[0], new]

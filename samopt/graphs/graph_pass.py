@@ -21,7 +21,7 @@ from samopt.errors import Unsupported
 from samopt.graphs.graph_method import GraphMethod, generate
 from samopt.graphs.source_check import Declined
 from samopt.graphs.tracing import bound_method, method_function, parameters, trace_method
-from samopt.rebind import clone, get_module, rebind
+from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
 
 
@@ -76,7 +76,7 @@ class GraphPass(Pass):
         """The code of each site before and after, to read. Changes nothing."""
         parts = []
         for site in (found for found in self.match(model) if isinstance(found, Site)):
-            module = get_module(model, site.fqn)
+            module = model.get_submodule(site.fqn)
             for method in site.facts["methods"]:
                 bound = bound_method(module, method)
                 before = bound.code if bound else textwrap.dedent(inspect.getsource(method_function(module, method)))

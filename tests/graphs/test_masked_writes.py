@@ -13,17 +13,12 @@ from samopt.passes.where_indexing import WhereIndexing
 from tests import mask_toys, unsound_mask_toys
 from tests.mask_toys import SHAPE, Toy
 from tests.snapshot import Snapshot
-from tests.toy_graphs import assert_same_bits, refuse_original, rewritten
+from tests.toy_graphs import assert_same_bits, rewritten
 
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def no_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_original(monkeypatch)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

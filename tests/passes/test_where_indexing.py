@@ -18,7 +18,7 @@ from samopt.passes.where_indexing import WhereIndexing
 from tests.models import random_sam
 from tests.snapshot import Snapshot
 from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
-from tests.toy_graphs import assert_same_bits, refuse_original, rewritten
+from tests.toy_graphs import assert_same_bits, rewritten
 
 
 @pytest.fixture
@@ -29,11 +29,6 @@ def encoder() -> PromptEncoder:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def no_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_original(monkeypatch)
 
 
 def points(batch: int, count: int, dtype: torch.dtype, label_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
