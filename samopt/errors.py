@@ -57,3 +57,9 @@ class AccuracyError(SamoptError):
     def __init__(self, message: str, report: Report) -> None:
         super().__init__(message)
         self.report = report
+
+
+def first_line(error: Exception) -> str:
+    """An error of any library in one line: its class, and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, refuse_compiled
-from samopt.errors import AccuracyError, AlreadyApplied, InvalidInput, SamoptError, Unsupported
+from samopt.errors import AccuracyError, AlreadyApplied, InvalidInput, SamoptError, Unsupported, first_line
 from samopt.gate import failure
 from samopt.observe import Outputs, observe
 from samopt.progress import Progress
@@ -108,7 +108,7 @@ class _Run:
             raise
         except Exception as error:
             raise InvalidInput(
-                f"the unmodified model failed to run: {_first_line(error)}; pass it in float32, as Meta's code needs it"
+                f"the unmodified model failed to run: {first_line(error)}; pass it in float32, as Meta's code needs it"
             ) from error
         self.outputs = self.reference.outputs
         self.baseline = self.agreement = compare(self.outputs, self.reference)
@@ -149,7 +149,7 @@ class _Run:
             if step.required:
                 raise self._failed(step, error) from error
             self.applied.pop().undo()
-            return dataclasses.replace(row, status="skipped", reason=f"it failed to run: {_first_line(error)}")
+            return dataclasses.replace(row, status="skipped", reason=f"it failed to run: {first_line(error)}")
         agreement = compare(outputs, self.reference)
         row = dataclasses.replace(row, agreement=agreement)
         unchanged = outputs.equals(self.outputs)
@@ -167,7 +167,7 @@ class _Run:
 
     def _failed(self, step: Step, error: Exception) -> SamoptError:
         done = ", ".join(row.name for row in self.steps if row.status == "applied") or "none"
-        return SamoptError(f"{step.pass_!r} failed: {_first_line(error)} (passes applied before it: {done})")
+        return SamoptError(f"{step.pass_!r} failed: {first_line(error)} (passes applied before it: {done})")
 
     def finish(self) -> Report:
         """Measures once at the end if that was asked for, and writes the report."""
@@ -177,7 +177,7 @@ class _Run:
                 outputs = self.reference.observe(self.model)
             except Exception as error:
                 raise SamoptError(
-                    f"recipe {self.recipe.name}: the optimised model failed to run: {_first_line(error)}; "
+                    f"recipe {self.recipe.name}: the optimised model failed to run: {first_line(error)}; "
                     "verify='each' tells which pass it is"
                 ) from error
             agreement = compare(outputs, self.reference)
@@ -247,8 +247,3 @@ def apply_but_keep_dtype(model: nn.Module, function: Callable[[Tensor], Tensor],
                 "float32; optimise the original model with a recipe whose entry CastDtype names the dtype you want"
             )
     return nn.Module._apply(model, function, recurse)
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
