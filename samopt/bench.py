@@ -1,60 +1,55 @@
-"""Speed of the image encoder: the unmodified model, and a recipe at several batch sizes, in one process.
+"""Speed of the image encoder: one model, one process, one table.
 
+The unmodified model, recipes, and other implementations at several batch sizes, all on the same weights and pixels.
 Only passes that stood verification on the embedded model, whose weights are trained, are timed; the models timed
 here have random weights, as speed does not depend on them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+import gc
+import importlib.metadata
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from samopt.bench_table import Row, Setting
+from samopt.errors import InvalidInput, SamoptError, first_line
 from samopt.optimize import optimize
 from samopt.passes import CastDtype
+from samopt.peers import Build, Peer
 from samopt.recipe import Recipe
 from samopt.report import report
+from samopt.timing import Encoder, encoder_tflop, matmul_tflops, tf32, timed
 from samopt.verify import relative_error
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from segment_anything.modeling import Sam
 
-REPEATS, SECONDS = 20, 3.0  # timed calls of one row: this many, or as many as fit
+TF32_BATCH, PEER_BATCH = 8, 16  # the largest of the batch sizes that these rows take unasked
 
 
 @dataclass(frozen=True)
-class Row:
-    """One configuration's figures.
+class Entry:
+    """A row to be: what to time, and how.
 
     Attributes:
-        model: vit_b, vit_l, vit_h or sam_tiny.
-        what: "unmodified", "eager" half precision, or the recipe.
+        what: what the row is called.
         batch_size: images per call.
-        milliseconds: median time per image.
-        spread: (90th - 10th percentile) / median of the timed calls.
-        ratio: speed over the unmodified model at batch 1.
-        peak_gib: peak GPU memory, weights included; 0 on a CPU.
-        error: relative error of the embedding against the unmodified float32 model, same images.
-        first_seconds: time of the first call, compilation included.
+        build: makes the encoder.
+        tf32: whether float32 arithmetic may use TF32.
     """
 
-    model: str
     what: str
     batch_size: int
-    milliseconds: float
-    spread: float
-    ratio: float
-    peak_gib: float
-    error: float
-    first_seconds: float
+    build: Build
+    tf32: bool = False
 
 
 def verified(recipe: Recipe, device: torch.device) -> Recipe:
@@ -66,63 +61,172 @@ def verified(recipe: Recipe, device: torch.device) -> Recipe:
     return Recipe(kept, recipe.accuracy, recipe.name, recipe.description)
 
 
-def bench_encoder(
-    model_types: Sequence[str], recipe: Recipe, batch_sizes: Sequence[int], device: torch.device, seed: int = 0
-) -> Iterator[Row]:
-    """Times the image encoders, one row at a time.
+def plan(
+    recipes: Sequence[Recipe],
+    batch_sizes: Sequence[int],
+    device: torch.device,
+    peers: Sequence[Peer] = (),
+    peer_batch_sizes: Sequence[int] = (),
+) -> list[Entry]:
+    """The rows of a comparison, the base of its ratios first.
 
     Args:
-        model_types: names in Meta's registry, or "sam_tiny".
-        recipe: applied without measuring accuracy; see `verified`.
-        batch_sizes: for the recipe; the unmodified model runs at batch 1.
+        recipes: each at every batch size, applied without measuring accuracy; see `verified`.
+        batch_sizes: for the recipes. The unmodified model runs at batch 1; where there is TF32 also with it, at batch 1
+            and the largest size up to 8; and in eager half precision at batch 1 and the first size above it.
+        device: where the rows will run.
+        peers: each at every size of `peer_batch_sizes`.
+        peer_batch_sizes: without any, the largest of `batch_sizes` up to 16: some peers compile for minutes per size.
+    """
+    sizes = list(dict.fromkeys(batch_sizes))
+    entries = [Entry("unmodified", 1, _unmodified)]
+    if device.type == "cuda":
+        largest = max((size for size in sizes if size <= TF32_BATCH), default=1)
+        entries += [Entry("unmodified, TF32", size, _unmodified, tf32=True) for size in dict.fromkeys([1, largest])]
+    above = next(([size] for size in sizes if size > 1), [])
+    for half in dict.fromkeys(CastDtype((recipe.find(CastDtype) or CastDtype()).dtype) for recipe in recipes):
+        entries += [Entry(f"eager {half.dtype}", size, _eager(half)) for size in [1, *above]]
+    entries += [Entry(recipe.name, size, _optimised(recipe)) for recipe in recipes for size in sizes]
+    unasked = max((size for size in sizes if size <= PEER_BATCH), default=min(sizes))
+    for peer in peers:
+        entries += [Entry(peer.label, size, peer.build) for size in dict.fromkeys(peer_batch_sizes or [unasked])]
+    return entries
+
+
+@contextlib.contextmanager
+def _unmodified(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+    yield copy.deepcopy(sam.image_encoder).to(device)
+
+
+def _eager(half: CastDtype) -> Build:
+    @contextlib.contextmanager
+    def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        model = copy.deepcopy(sam).to(device)
+        half(model)
+        yield model.image_encoder
+
+    return build
+
+
+def _optimised(recipe: Recipe) -> Build:
+    @contextlib.contextmanager
+    def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        model = optimize(copy.deepcopy(sam).to(device), recipe, inplace=True, verify="off")
+        for step in report(model).steps:
+            if step.status != "applied":  # it stood verification: without it the row is not what it says
+                raise SamoptError(f"{step.name} {step.status}: {step.reason}")
+        yield model.image_encoder
+
+    return build
+
+
+class EncoderBench:
+    """Times encoders of one model, all on the same weights and pixels.
+
+    Args:
+        model_type: a name in Meta's registry, or "sam_tiny".
         device: where to run.
         seed: of weights and pixels.
+        peers: those that will be timed, for their versions.
+
+    Raises:
+        InvalidInput: an unknown model type; or torch.compile is switched off for this process.
     """
-    half = recipe.find(CastDtype) or CastDtype()
-    for model_type in model_types:
-        torch._dynamo.reset()
-        sam = random_model(model_type, seed).to(device)
-        size = sam.image_encoder.img_size
-        generator = torch.Generator().manual_seed(seed)
-        pixels = torch.randn(max(batch_sizes), 3, size, size, generator=generator).to(device)
-        base = _time(sam.image_encoder, pixels[:1])
-        with torch.no_grad():
-            truth = torch.cat([sam.image_encoder(image[None]) for image in pixels])
-        row = functools.partial(_row, model_type, base, truth)
-        yield row("unmodified", 1, base)
-        eager = copy.deepcopy(sam)
-        half(eager)
-        yield row(f"eager {half.dtype}", 1, _time(eager.image_encoder, pixels[:1]))
-        del eager
-        sam = optimize(sam, recipe, inplace=True, verify="off")
-        for batch in batch_sizes:
-            yield row(recipe.name, batch, _time(sam.image_encoder, pixels[:batch]))
-        del sam, pixels, truth, row
+
+    def __init__(self, model_type: str, device: torch.device, seed: int = 0, peers: Sequence[Peer] = ()) -> None:
+        if torch._dynamo.config.disable:
+            raise InvalidInput("TORCH_COMPILE_DISABLE is set: compiled rows would run uncompiled; unset it")
+        self._sam = random_model(model_type, seed)
+        self._device, self._seed = device, seed
+        self.setting = Setting(
+            model=model_type,
+            seed=seed,
+            device=str(device),
+            image_tflop=encoder_tflop(self._sam.image_encoder),
+            matmul_tflops=matmul_tflops(device),
+            versions=_versions(device, peers),
+        )
+
+    def rows(self, entries: Sequence[Entry]) -> Iterator[Row]:
+        """Times one entry after the other. One that fails is a row with a note, as the others may still run.
+
+        The first entry is the base of the ratios: what it raises is raised.
+        """
+        generator = torch.Generator().manual_seed(self._seed)
+        size = self._sam.image_encoder.img_size
+        pixels = torch.randn(max(entry.batch_size for entry in entries), 3, size, size, generator=generator)
+        truth = self._answers(pixels)
+        base = self._row(entries[0], pixels, truth, None)
+        yield base
+        for entry in entries[1:]:
+            try:
+                row = self._row(entry, pixels, truth, base.milliseconds)
+            except Exception as error:  # a peer may raise anything
+                row = Row(entry.what, entry.batch_size, note=first_line(error))
+            yield row
+
+    @torch.no_grad()
+    def _answers(self, pixels: Tensor) -> Tensor:
+        """The unmodified model's embeddings, on the CPU; one image at a time, as its attention takes much memory."""
+        with tf32(False), _unmodified(self._sam, self._device) as encoder:
+            return torch.cat([encoder(image[None].to(self._device)).cpu() for image in pixels])
+
+    def _row(self, entry: Entry, pixels: Tensor, truth: Tensor, base: float | None) -> Row:
+        _free()
+        count = entry.batch_size
+        with tf32(entry.tf32), entry.build(self._sam, self._device) as encoder:
+            found = timed(encoder, pixels[:count].to(self._device))
+        if not found.output.isfinite().all():
+            raise SamoptError("its embedding holds NaN or infinity")
+        speed = count / found.seconds
+        milliseconds = 1e3 / speed
+        return Row(
+            what=entry.what,
+            batch_size=count,
+            milliseconds=milliseconds,
+            spread=found.spread,
+            images_per_second=speed,
+            ratio=(base or milliseconds) / milliseconds,
+            share=speed * self.setting.image_tflop / self.setting.matmul_tflops,
+            peak_gib=found.peak_gib,
+            error=relative_error([found.output], [truth[:count]]),
+            first_seconds=found.first_seconds,
+        )
 
 
-def _row(model: str, base: _Timed, truth: Tensor, what: str, batch: int, found: _Timed) -> Row:
-    milliseconds = found.seconds * 1e3 / batch
-    return Row(
-        model=model,
-        what=what,
-        batch_size=batch,
-        milliseconds=milliseconds,
-        spread=found.spread,
-        ratio=base.seconds * 1e3 / milliseconds,
-        peak_gib=found.peak_gib,
-        error=relative_error([found.output], [truth[:batch]]),
-        first_seconds=found.first_seconds,
-    )
+def _free() -> None:
+    """Gives back what the row before held, compilations included: peak memory and first call are a row's own."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _versions(device: torch.device, peers: Sequence[Peer]) -> dict[str, str]:
+    found = {"samopt": importlib.metadata.version("samopt"), "system": platform.platform()}
+    found |= {"python": platform.python_version(), "torch": str(torch.__version__)}
+    if device.type == "cuda":
+        found |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name(device)}
+    else:
+        found["threads"] = str(torch.get_num_threads())
+    return found | {peer.name: peer.version for peer in peers}
 
 
 def random_model(model_type: str, seed: int) -> Sam:
-    """A Sam with random weights; positions too, which are zero when Meta's classes are built."""
+    """A Sam with random weights; positions too, which are zero when Meta's classes are built.
+
+    Raises:
+        InvalidInput: an unknown model type.
+    """
     from segment_anything import sam_model_registry
 
     from samopt.tiny import load_tiny
 
     if model_type == "sam_tiny":
         return load_tiny()
+    if model_type not in sam_model_registry:
+        known = ", ".join(name for name in sam_model_registry if name != "default")
+        raise InvalidInput(f"unknown model type {model_type!r}; known: {known}, sam_tiny")
     torch.manual_seed(seed)
     sam: Sam = sam_model_registry[model_type]()
     with torch.no_grad():
@@ -130,84 +234,3 @@ def random_model(model_type: str, seed: int) -> Sam:
             if "rel_pos" in name or "pos_embed" in name:
                 nn.init.normal_(parameter, std=0.1)
     return sam
-
-
-@dataclass(frozen=True)
-class _Timed:
-    output: Tensor
-    seconds: float
-    spread: float
-    first_seconds: float
-    peak_gib: float
-
-
-@torch.no_grad()
-def _time(encoder: nn.Module, pixels: Tensor) -> _Timed:
-    cuda = pixels.device.type == "cuda"
-    if cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    output = encoder(pixels).clone()
-    if cuda:
-        torch.cuda.synchronize()
-    first = time.perf_counter() - start
-    peak = 0.0
-    if cuda:  # of a steady call: the first one's includes what compiling needed
-        torch.cuda.reset_peak_memory_stats()
-        encoder(pixels)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() / 2**30
-    timer = _cuda_seconds if cuda else _cpu_seconds
-    timer(lambda: encoder(pixels))  # warm-up
-    seconds: list[float] = []
-    while len(seconds) < REPEATS and (len(seconds) < 3 or sum(seconds) < SECONDS):
-        seconds.append(timer(lambda: encoder(pixels)))
-    deciles = statistics.quantiles(seconds, n=10)
-    median = statistics.median(seconds)
-    return _Timed(output, median, (deciles[-1] - deciles[0]) / median, first, peak)
-
-
-def _cpu_seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def _cuda_seconds(call: Callable[[], Any]) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
-
-
-def table(rows: Sequence[Row], title: str) -> Table:
-    """The rows, for a terminal."""
-    from rich.table import Table
-
-    shown = Table(title=title, title_justify="left")
-    shown.add_column("model")
-    shown.add_column("what")
-    for column in ("batch", "ms/img", "spread", "img/s", "ratio", "peak GiB", "embedding error", "first call s"):
-        shown.add_column(column, justify="right")
-    for row in rows:
-        shown.add_row(
-            row.model,
-            row.what,
-            str(row.batch_size),
-            f"{row.milliseconds:.2f}",
-            f"{row.spread:.1%}",
-            f"{1e3 / row.milliseconds:.1f}",
-            f"{row.ratio:.2f}x",
-            f"{row.peak_gib:.2f}" if row.peak_gib else "",
-            f"{row.error:.2e}",
-            f"{row.first_seconds:.1f}",
-        )
-    return shown
-
-
-def to_dict(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows, for JSON."""
-    return [asdict(row) for row in rows]

@@ -189,33 +189,54 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe's
 
 @bench.command()
 def encoder(
-    models: Annotated[list[str], typer.Option("--model-type", help="vit_b, vit_l, vit_h, sam_tiny; repeatable.")],
-    recipe: RecipeName = "fast",
-    batch_size: Annotated[list[int], typer.Option(min=1, help="For the recipe; repeatable.")] = [1, 8, 16],  # noqa: B006 - typer copies it
+    model_type: Annotated[str, typer.Option(help="vit_b, vit_l, vit_h or sam_tiny; one model a run.")],
+    recipe: Annotated[list[str], typer.Option(help="A built-in recipe or a TOML file; repeatable.")] = ["fast"],  # noqa: B006 - typer copies it
+    batch_size: Annotated[list[int], typer.Option(min=1, help="For the recipes; repeatable.")] = [1, 8, 16],  # noqa: B006
+    peer: Annotated[
+        list[str], typer.Option(help="segment_anything_fast or transformers, where installed; repeatable.")
+    ] = [],  # noqa: B006
+    peer_batch_size: Annotated[
+        list[int],
+        typer.Option(min=1, help="For the peers; repeatable. Without it: the largest of the others up to 16."),
+    ] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of weights and pixels.")] = 0,
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the rows to this file, too.")] = None,
+    csv_out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file, too.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Times the image encoder, random weights: the unmodified model at batch 1 against a recipe."""
-    from samopt.bench import bench_encoder, table, to_dict, verified
-    from samopt.recipe import Recipe
-    from samopt.report import versions
+    """Times one model's image encoder, random weights: unmodified, in recipes, and in other implementations.
 
-    if json_out is not None:
-        _writable(json_out)
-    unknown = set(models) - {"vit_b", "vit_l", "vit_h", "sam_tiny"}
-    if unknown:
-        raise InvalidInput(f"unknown model type {sorted(unknown)[0]!r}; known: vit_b, vit_l, vit_h, sam_tiny")
+    Exit code 1: a row failed; the others are there.
+    """
+    from samopt.bench import EncoderBench, plan, verified
+    from samopt.bench_table import Row, table, to_csv, to_dict
+    from samopt.peers import find_peer
+    from samopt.recipe import Recipe
+
+    for path in (json_out, csv_out):
+        if path is not None:
+            _writable(path)
+    if peer_batch_size and not peer:
+        raise InvalidInput("--peer-batch-size needs --peer")
+    peers = [find_peer(name) for name in dict.fromkeys(peer)]
+    chosen = [Recipe.of(name) for name in dict.fromkeys(recipe)]
     target = _device(device)
-    stood = verified(Recipe.of(recipe), target)
-    _say(f"stood verification on sam_tiny: {', '.join(repr(step.pass_) for step in stood.steps)}")
-    rows = []
-    for row in bench_encoder(models, stood, batch_size, target):
+    run = EncoderBench(model_type, target, seed, peers)
+    stood = [verified(each, target) for each in chosen]
+    for each in stood:
+        _say(f"{each.name}, stood verification on sam_tiny: {', '.join(repr(step.pass_) for step in each.steps)}")
+    rows: list[Row] = []
+    for row in run.rows(plan(stood, batch_size, target, peers, peer_batch_size)):
         rows.append(row)
-        _say(f"{row.model} {row.what} batch {row.batch_size}: {row.milliseconds:.2f} ms/img")
-    machine = versions()
-    _print(table(rows, ", ".join(f"{name} {version}" for name, version in machine.items())))
-    if json_out is not None:
-        _write_json(json_out, {"versions": machine, "rows": to_dict(rows)})
+        figure = f"failed: {row.note}" if row.note else f"{row.milliseconds:.2f} ms/img"
+        _say(f"{run.setting.model} {row.what} batch {row.batch_size}: {figure}")
+        if json_out is not None:  # after every row, as the next one may take minutes, or be the end
+            _write_json(json_out, to_dict(run.setting, rows))
+        if csv_out is not None:
+            csv_out.write_text(to_csv(run.setting, rows), encoding="utf-8")
+    _print(table(run.setting, rows))
+    if any(row.note for row in rows):
+        raise typer.Exit(1)
 
 
 def _load(checkpoint: Path | None, model_type: str | None, device: str) -> Sam:

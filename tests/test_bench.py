@@ -2,38 +2,211 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import segment_anything
 import torch
 from segment_anything.modeling import Sam
+from torch import Tensor
 
 import samopt.bench
-from samopt.bench import bench_encoder, random_model, table, to_dict
-from samopt.passes import CastDtype, SDPAttention
-from samopt.recipe import Recipe
+import samopt.timing
+from samopt.bench import EncoderBench, Entry, plan, random_model
+from samopt.bench_table import Row
+from samopt.errors import InvalidInput
+from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention
+from samopt.peers import Build, Peer
+from samopt.recipe import Recipe, Step
+from samopt.timing import Encoder, Timed, timed
 from tests.models import random_sam
 
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
-def test_rows_hold_ratio_and_error_against_the_unmodified_model(monkeypatch: pytest.MonkeyPatch) -> None:
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> EncoderBench:
+    """A bench of a small model; the product that measures the chip is small, too."""
     monkeypatch.setattr(samopt.bench, "random_model", lambda model_type, seed: random_sam(img_size=64))
+    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
+    return EncoderBench("small", CPU)
+
+
+def built(change: Callable[[Any, Tensor], Tensor]) -> Build:
+    """Builds the unmodified encoder, called through `change`."""
+
+    @contextlib.contextmanager
+    def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        yield lambda pixels: change(sam.image_encoder, pixels)
+
+    return build
+
+
+SAME = built(lambda encoder, pixels: encoder(pixels))
+
+
+def test_rows_hold_ratio_share_and_error_against_the_unmodified_model(bench: EncoderBench) -> None:
+    peer = Peer("double", "torch", built(lambda encoder, pixels: 2 * encoder(pixels)))
     recipe = Recipe.of([SDPAttention(), CastDtype()])
-    rows = list(bench_encoder(["small"], recipe, [1, 3], torch.device("cpu")))
+    rows: list[Any] = list(bench.rows(plan([recipe], [1, 3], CPU, [peer])))
     assert [(row.what, row.batch_size) for row in rows] == [
         ("unmodified", 1),
         ("eager bfloat16", 1),
+        ("eager bfloat16", 3),
         ("recipe", 1),
         ("recipe", 3),
+        ("double", 3),
     ]
-    unmodified, eager, *fast = rows
+    for row in rows:
+        assert row.note == ""
+        assert row.ratio == pytest.approx(rows[0].milliseconds / row.milliseconds)
+        assert row.images_per_second == pytest.approx(1e3 / row.milliseconds)
+        operations = row.images_per_second * bench.setting.image_tflop
+        assert row.share == pytest.approx(operations / bench.setting.matmul_tflops)
+    unmodified, *halves, double = rows
     assert unmodified.error == 0
-    assert 1e-4 < eager.error < 1e-1
-    for row in fast:
-        assert 1e-4 < row.error < 2 * eager.error
-        assert row.ratio * row.milliseconds == pytest.approx(unmodified.milliseconds)
-    assert to_dict(rows)[0] == dataclasses.asdict(unmodified)
-    assert table(rows, "title").row_count == len(rows)
+    errors = [half.error for half in halves]
+    assert 1e-4 < min(errors) <= max(errors) < 1e-1
+    assert double.error == pytest.approx(1)
+
+
+def test_figures_are_per_image(bench: EncoderBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half_a_second(encoder: Encoder, pixels: Tensor) -> Timed:
+        return Timed(encoder(pixels).detach(), seconds=0.5, spread=0.25, first_seconds=9.0, peak_gib=2.0)
+
+    monkeypatch.setattr(samopt.bench, "timed", half_a_second)
+    _, row = bench.rows([Entry("base", 1, SAME), Entry("row", 4, SAME)])
+    assert (row.milliseconds, row.images_per_second, row.ratio) == (125, 8, 4)
+    assert (row.spread, row.first_seconds, row.peak_gib) == (0.25, 9, 2)
+
+
+def test_timed_tells_the_first_call_from_the_others() -> None:
+    calls: list[Tensor] = []
+
+    def slow_at_first(pixels: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        calls.append(pixels)
+        time.sleep(0.002 if len(calls) > 1 else 0.2)
+        return pixels + len(calls)
+
+    found = timed(slow_at_first, torch.zeros(2))
+    assert found.output.tolist() == [1, 1]
+    assert found.first_seconds >= 0.2 > found.seconds >= 0.002
+    assert len(calls) == 3 + samopt.timing.REPEATS
+
+
+def test_what_all_rows_share(bench: EncoderBench) -> None:
+    side, width = 4, 64  # of the token grid, and of tokens and output
+    blocks = 0
+    for edge in (14, side):  # attention on a window, padding included, and on all of the image
+        tokens = edge * edge
+        attention = 4 * tokens * width * width + 2 * tokens * tokens * width + 2 * tokens * edge * width
+        blocks += attention + 8 * side * side * width * width
+    embedding, neck = side * side * width * 3 * 16 * 16, side * side * width * width * (1 + 9)
+    assert bench.setting.image_tflop * 1e12 == pytest.approx(2 * (embedding + blocks + neck))
+    assert bench.setting.matmul_tflops > 0
+    assert {"samopt", "python", "torch", "threads", "system"} <= set(bench.setting.versions)
+
+
+def test_the_plan_on_a_gpu() -> None:
+    lossless, half = Recipe([Step(SDPAttention())], name="lossless"), Recipe([Step(CastDtype("float16"))], name="half")
+    peer = Peer("peer", "torch", SAME)
+    entries = plan([lossless, half], [4, 1, 32, 4], CUDA, [peer])
+    assert [(entry.what, entry.batch_size) for entry in entries if entry.tf32] == [
+        ("unmodified, TF32", 1),
+        ("unmodified, TF32", 4),
+    ]
+    assert [(entry.what, entry.batch_size) for entry in entries if not entry.tf32] == [
+        ("unmodified", 1),
+        ("eager bfloat16", 1),
+        ("eager bfloat16", 4),
+        ("eager float16", 1),
+        ("eager float16", 4),
+        *(("lossless", size) for size in (4, 1, 32)),
+        *(("half", size) for size in (4, 1, 32)),
+        ("peer", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "asked", "expected"), [([1, 16, 32], [], [16]), ([32, 64], [], [32]), ([1], [2, 4, 2], [2, 4])]
+)
+def test_batch_sizes_of_peers(sizes: list[int], asked: list[int], expected: list[int]) -> None:
+    entries = plan([Recipe.of([SDPAttention()])], sizes, CPU, [Peer("peer", "torch", SAME)], asked)
+    assert [entry.batch_size for entry in entries if entry.what == "peer"] == expected
+
+
+def test_tf32_is_for_its_rows_only(bench: EncoderBench) -> None:
+    seen = []
+
+    def look(encoder: Any, pixels: Tensor) -> Tensor:
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        return encoder(pixels)
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    for allowed in (False, True):
+        seen.clear()
+        list(bench.rows([Entry("row", 1, built(look), tf32=allowed)]))
+        assert set(seen) == {("high", True) if allowed else ("highest", False)}
+        assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+
+
+def test_a_row_that_fails_is_a_note_and_the_others_go_on(bench: EncoderBench) -> None:
+    def fail(encoder: Any, pixels: Tensor) -> Tensor:
+        raise ValueError("no kernel [image]\nand a long story")
+
+    spoiled = built(lambda encoder, pixels: encoder(pixels) / 0)
+    entries = [Entry("base", 1, SAME), Entry("peer", 2, built(fail)), Entry("spoiled", 1, spoiled)]
+    base, failed, infinite, last = bench.rows([*entries, Entry("last", 2, SAME)])
+    assert failed == Row("peer", 2, note="ValueError: no kernel [image]")
+    assert infinite.note == "SamoptError: its embedding holds NaN or infinity"
+    assert infinite.milliseconds is None
+    assert base.note == last.note == ""
+    assert last.error == pytest.approx(0, abs=1e-5)
+
+
+def test_a_base_that_fails_is_an_error(bench: EncoderBench) -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(bench.rows([Entry("base", 1, built(lambda encoder, pixels: encoder(pixels[: 1 // 0])))]))
+
+
+def test_a_recipe_that_loses_a_step_is_no_row(bench: EncoderBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samopt.passes.compile, "_cpp_compiler", lambda: None)
+    recipe = Recipe([Step(HoistRelPos()), Step(Compile(), required=False)])
+    row = list(bench.rows(plan([recipe], [1], CPU)))[-1]
+    assert row.note.startswith("SamoptError: Compile")
+    assert "found no C++ compiler" in row.note
+
+
+def test_each_row_starts_without_what_the_last_one_held(bench: EncoderBench) -> None:
+    alive: list[weakref.ref[Any]] = []
+
+    @contextlib.contextmanager
+    def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        assert [reference() for reference in alive] == [None] * len(alive)
+        model = random_sam(img_size=64)
+        model.image_encoder.circle = [model]  # only the collector of cycles frees it
+        alive.append(weakref.ref(model))
+        yield model.image_encoder
+        if len(alive) == 2:
+            raise ValueError("after use")
+
+    gc.disable()
+    try:
+        rows = list(bench.rows([Entry("row", 1, build)] * 4))
+    finally:
+        gc.enable()
+    assert [row.note for row in rows] == ["", "ValueError: after use", "", ""]
+
+
+def test_compiled_rows_need_a_compiler_switched_on() -> None:
+    with torch._dynamo.config.patch(disable=True), pytest.raises(InvalidInput, match="TORCH_COMPILE_DISABLE"):
+        EncoderBench("vit_b", CPU)
 
 
 def test_random_models_have_positions(monkeypatch: pytest.MonkeyPatch) -> None:

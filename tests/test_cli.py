@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,15 @@ from PIL import Image
 from segment_anything.modeling import Sam
 from typer.testing import CliRunner, Result
 
+import samopt.bench
+import samopt.peers
+import samopt.timing
 import samopt.tiny
 from samopt.cli import app
 from samopt.passes import PASSES
 from samopt.recipe import Recipe, built_in
+from samopt.timing import Encoder
+from tests.models import random_sam
 
 EAGER = """
 [[pass]]
@@ -146,6 +153,78 @@ def test_cuda_without_a_gpu(run: Callable[..., Result], tmp_path: Path) -> None:
     assert not (tmp_path / "demo.png").exists()
 
 
+def bench_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench encoder` times a small model and takes any recipe for verified."""
+    monkeypatch.setattr(samopt.bench, "random_model", lambda model_type, seed: random_sam(img_size=64, seed=seed))
+    monkeypatch.setattr(samopt.bench, "verified", lambda recipe, device: recipe)
+    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
+
+
+BENCH = ("bench", "encoder", "--model-type", "vit_b", "--device", "cpu", "--recipe", "eager.toml")
+
+
+def test_bench_writes_what_it_shows(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench_small(monkeypatch)
+    (tmp_path / "other.toml").write_text(EAGER)
+    sizes = ("--batch-size", 1, "--batch-size", 2)
+    result = run(*BENCH, "--recipe", "other.toml", *sizes, "--seed", 7, "--json", "rows.json", "--csv", "rows.csv")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert (written["model"], written["seed"], written["device"]) == ("vit_b", 7, "cpu")
+    assert written["versions"]["torch"] == str(torch.__version__)
+    halves = [("eager bfloat16", 1), ("eager bfloat16", 2)]
+    recipes = [(name, size) for name in ("eager", "other") for size in (1, 2)]
+    assert [(row["what"], row["batch_size"]) for row in written["rows"]] == [("unmodified", 1), *halves, *recipes]
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        records = list(csv.DictReader(file))
+    assert [float(record["milliseconds"]) for record in records] == [row["milliseconds"] for row in written["rows"]]
+    assert {record["seed"] for record in records} == {"7"}
+    assert f"{written['rows'][-1]['milliseconds']:.2f}" in result.output
+
+
+def test_bench_with_a_peer_that_fails_is_exit_code_1(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def fail(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        raise RuntimeError("no kernel for this chip\nin detail")
+        yield
+
+    @contextlib.contextmanager
+    def stand_in(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        yield sam.image_encoder
+
+    bench_small(monkeypatch)
+    for name, build in (("broken", fail), ("sound", stand_in)):
+        monkeypatch.setitem(samopt.peers.PEERS, name, samopt.peers.Peer(name, "torch", build))
+    result = run(
+        *BENCH, "--batch-size", 1, "--peer", "broken", "--peer", "sound", "--peer-batch-size", 2, "--json", "rows.json"
+    )
+    assert result.exit_code == 1
+    assert "broken, batch 2, failed: RuntimeError: no kernel for this chip" in result.output
+    *_, broken, sound = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert (broken["what"], broken["note"]) == ("broken", "RuntimeError: no kernel for this chip")
+    assert broken["milliseconds"] is None
+    assert (sound["what"], sound["batch_size"], sound["note"]) == ("sound", 2, "")
+
+
+def test_bench_misses_a_peer_before_anything_is_timed(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("something was timed")
+
+    for name in ("timed", "matmul_tflops", "verified"):
+        monkeypatch.setattr(samopt.bench, name, refuse)
+    peer = samopt.peers.Peer("absent", "a_package_that_is_absent", samopt.peers.PEERS["transformers"].build)
+    monkeypatch.setitem(samopt.peers.PEERS, "absent", peer)
+    line = refused(run(*BENCH, "--peer", "absent", "--json", "rows.json"))
+    assert "peer absent cannot be imported (ModuleNotFoundError: No module named 'a_package_that_is_absent')" in line
+    assert not (tmp_path / "rows.json").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -168,6 +247,9 @@ def test_cuda_without_a_gpu(run: Callable[..., Result], tmp_path: Path) -> None:
         (("recipes", "fastest"), "unknown recipe 'fastest'"),
         (("verify", "--recipe", "fastest"), "unknown recipe 'fastest'"),
         (("bench", "encoder", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
+        (("bench", "encoder", "--model-type", "vit_b", "--peer", "rival"), "unknown peer 'rival'; known: segment_any"),
+        (("bench", "encoder", "--model-type", "vit_b", "--peer-batch-size", "2"), "--peer-batch-size needs --peer"),
+        (("bench", "encoder", "--model-type", "vit_b", "--csv", "no/rows.csv"), "there is no folder no"),
     ],
 )
 def test_mistakes(run: Callable[..., Result], tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

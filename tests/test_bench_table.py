@@ -1,0 +1,49 @@
+"""How a benchmark's rows are shown and written; what was written can be read back whole."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import asdict
+
+from rich.console import Console
+
+from samopt.bench_table import Row, Setting, table, to_csv, to_dict
+
+SETTING = Setting("vit_q", 3, "cuda", 5.96, 712.3, {"torch": "2.11.0", "gpu": "Some GPU, 80 GB"})
+FAST = Row("fast", 8, 14.25, 0.015, 70.175, 12.625, 0.5872, 2.375, 1.09e-2, 5.5)
+FAILED = Row("peer", 16, note='RuntimeError: no kernel [image], "80" is no width')
+
+
+def test_json_round_trip() -> None:
+    read = json.loads(json.dumps(to_dict(SETTING, [FAST, FAILED])))
+    rows = read.pop("rows")
+    assert [Row(**row) for row in rows] == [FAST, FAILED]
+    assert Setting(**read) == SETTING
+
+
+def test_csv_round_trip() -> None:
+    records = list(csv.DictReader(io.StringIO(to_csv(SETTING, [FAST, FAILED]))))
+    for record, row in zip(records, (FAST, FAILED), strict=True):
+        assert (record["what"], int(record["batch_size"]), record["note"]) == (row.what, row.batch_size, row.note)
+        figures = {name: value for name, value in asdict(row).items() if name not in ("what", "batch_size", "note")}
+        assert {name: float(record[name]) if record[name] else None for name in figures} == figures
+        assert (record["model"], int(record["seed"]), record["device"]) == ("vit_q", 3, "cuda")
+        assert (float(record["image_tflop"]), float(record["matmul_tflops"])) == (5.96, 712.3)
+        assert (record["torch_version"], record["gpu_version"]) == ("2.11.0", "Some GPU, 80 GB")
+
+
+def test_the_table_shows_figures_and_what_failed() -> None:
+    console = Console(file=io.StringIO(), width=160, record=True)
+    console.print(table(SETTING, [FAST, FAILED]))
+    lines = console.export_text().splitlines()
+    (fast,) = (line for line in lines if "fast" in line)
+    for figure in ("8", "14.25", "1.5%", "70.2", "12.62x", "58.7%", "2.38", "1.09e-02", "5.5"):
+        assert f" {figure} " in fast
+    (failed,) = (line for line in lines if line.startswith("│ peer"))
+    assert failed.count(" - ") == 8
+    text = " ".join(" ".join(lines).split())
+    assert f"peer, batch 16, failed: {FAILED.note}" in text
+    assert "vit_q, image encoder, seed 3, on cuda" in text
+    assert "5.96 TFLOP an image; matmul rate 712 TFLOP/s torch 2.11.0, gpu Some GPU, 80 GB" in text
