@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import importlib.metadata
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from samopt.bench_table import Row, Setting
 from samopt.errors import InvalidInput, SamoptError, first_line
 from samopt.optimize import optimize
 from samopt.passes import CastDtype
-from samopt.peers import Build, Peer
+from samopt.peers import Build, Peer, version
 from samopt.recipe import Recipe
 from samopt.report import report
 from samopt.timing import Encoder, encoder_tflop, matmul_tflops, tf32, timed
@@ -203,13 +202,13 @@ def _free() -> None:
 
 
 def _versions(device: torch.device, peers: Sequence[Peer]) -> dict[str, str]:
-    found = {"samopt": importlib.metadata.version("samopt"), "system": platform.platform()}
+    found = {"samopt": version("samopt"), "system": platform.platform()}
     found |= {"python": platform.python_version(), "torch": str(torch.__version__)}
     if device.type == "cuda":
         found |= {"cuda": str(torch.version.cuda), "gpu": torch.cuda.get_device_name(device)}
     else:
         found["threads"] = str(torch.get_num_threads())
-    return found | {peer.name: peer.version for peer in peers}
+    return found | {peer.name: version(peer.name) for peer in peers}
 
 
 def random_model(model_type: str, seed: int) -> Sam:

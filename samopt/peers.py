@@ -73,11 +73,14 @@ class Peer:
         off = self.name == "segment_anything_fast" and os.environ.get(FORK_SWITCH, "1") == "0"
         return f"{self.name} without its kernel" if off else self.name
 
-    @property
-    def version(self) -> str:
-        """The version of the installed package; "unknown" where it was not installed but is found on the path."""
-        packages = metadata.packages_distributions().get(self.name)
-        return metadata.version(packages[0]) if packages else "unknown"
+
+def version(package: str) -> str:
+    """The version of an installed package, by its import name; "unknown" where it is only found on the path."""
+    names = [package, *metadata.packages_distributions().get(package, [])]
+    for name in names:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return "unknown"
 
 
 def find_peer(name: str) -> Peer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,16 @@ from segment_anything.modeling import Sam
 from torch import Tensor, nn
 
 from samopt.errors import InvalidInput
-from samopt.peers import FORK_SWITCH, PEERS, compiled, find_peer, fork_encoder, transformers_encoder, transformers_keys
+from samopt.peers import (
+    FORK_SWITCH,
+    PEERS,
+    compiled,
+    find_peer,
+    fork_encoder,
+    transformers_encoder,
+    transformers_keys,
+    version,
+)
 from samopt.verify import relative_error
 from tests.models import random_sam
 
@@ -144,8 +154,6 @@ def test_the_forks_own_switch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_versions() -> None:
-    import importlib.metadata
-
-    peer = PEERS["transformers"]
-    assert type(peer)("torch", "torch", peer.build).version == importlib.metadata.version("torch")
-    assert type(peer)("not_installed_anywhere", "torch", peer.build).version == "unknown"
+    assert version("torch") == metadata.version("torch")
+    assert version("PIL") == metadata.version("pillow")
+    assert version("not_installed_anywhere") == "unknown"
