@@ -1,0 +1,168 @@
+"""The bookkeeping of CUDA graphs, with a stand-in for the GPU; `test_gpu.py` has the graphs themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from samopt.passes.cuda_graphs import Captured, Cuda, CudaGraphs
+from samopt.passes.parts import Parts
+from tests.numerics import assert_bit_equal
+
+
+class StandIn:
+    """A GPU's part: a graph of it writes every answer into one buffer, as a CUDA graph does.
+
+    Attributes:
+        captured: the batch size of each capture.
+        replays: how often a graph ran.
+        resets: how often the graphs were thrown away.
+        refuses: whether nothing can be captured now.
+    """
+
+    def __init__(self) -> None:
+        self.captured: list[int] = []
+        self.replays = self.resets = 0
+        self.refuses = False
+        self._turn = False
+        self._next = threading.Event()
+
+    def takes(self, pixels: Tensor) -> bool:
+        return not self.refuses
+
+    def capture(self, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Captured:
+        self.captured.append(len(pixels))
+        buffer = pixels.clone()
+        features = torch.full_like(call(buffer), torch.nan)
+
+        def run() -> None:
+            assert self._turn, "a graph runs in its turn"
+            self._next.wait(0.002)  # lets other threads in, if nothing keeps them out
+            self.replays += 1
+            features.copy_(call(buffer))
+
+        return Captured(buffer, features, run)
+
+    @contextmanager
+    def turn(self, device: torch.device) -> Iterator[None]:
+        assert not self._turn, "one at a time"
+        self._turn = True
+        yield
+        self._turn = False
+
+    def reset(self) -> None:
+        self.resets += 1
+
+
+class Model:
+    """A linear layer with its graphs."""
+
+    def __init__(self) -> None:
+        self.layer = nn.Linear(4, 4).requires_grad_(False)
+        self.device = StandIn()
+        self.graphs = CudaGraphs(self.device)
+        self.parts = Parts(self.layer)
+
+    def __call__(self, pixels: Tensor, count: int | None = None) -> Tensor:
+        count = len(pixels) if count is None else count
+        return self.graphs.replay(pixels, count, self.parts, self.layer)
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+def test_one_graph_for_each_shape_dtype_and_mode(model: Model) -> None:
+    pixels = torch.randn(2, 3, 5, 4)
+    for _ in range(2):
+        model(pixels)
+        model(pixels[:1])
+        model(pixels[:, :, :3].contiguous())
+        with torch.no_grad():
+            model(pixels)
+        with torch.inference_mode():
+            assert model(pixels).is_inference()
+        model.graphs.replay(pixels.double(), 2, model.parts, lambda pixels: model.layer(pixels.float()))
+    assert model.device.captured == [2, 1, 2, 2, 2, 2]
+    assert model.device.replays == 12
+
+
+def test_features_are_copied_out_and_cut(model: Model) -> None:
+    pixels = torch.randn(2, 4, 3, 2, 4)
+    first = model(pixels[0], count=3)
+    assert first.untyped_storage().nbytes() == first.nbytes
+    second = model(pixels[1])
+    assert_bit_equal(first, model.layer(pixels[0])[:3])
+    assert_bit_equal(second, model.layer(pixels[1]))
+
+
+def test_values_written_in_place_need_no_new_capture(model: Model) -> None:
+    pixels, other = torch.randn(1, 3, 2, 4), nn.Linear(4, 4)
+    model(pixels)
+    model.layer.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        expected = other(pixels)
+    assert_bit_equal(model(pixels), expected)
+    assert model.device.captured == [1]
+    assert model.device.resets == 1  # the first call's, of nothing
+
+
+def test_weights_elsewhere_throw_all_graphs_away(model: Model) -> None:
+    pixels, other = torch.randn(2, 3, 2, 4), nn.Linear(4, 4)
+    model(pixels)
+    model(pixels[:1])
+    model.layer.load_state_dict(other.state_dict(), assign=True)
+    with torch.no_grad():
+        expected = other(pixels)
+    assert_bit_equal(model(pixels), expected)
+    assert model.device.captured == [2, 1, 2]
+    assert model.device.resets == 2
+    model(pixels[:1])
+    assert model.device.captured == [2, 1, 2, 1]
+    model.layer.bias.data = model.layer.bias.data.clone()  # as `.to(device)` does
+    model(pixels)
+    assert model.device.captured == [2, 1, 2, 1, 2]
+
+
+def test_no_graph_where_gradients_are_wanted_or_nothing_can_be_captured(model: Model) -> None:
+    pixels = torch.randn(1, 3, 2, 4)
+    assert model.graphs.may_stand_for(pixels, model.parts)
+    for wants in (pixels, model.layer.weight):
+        wants.requires_grad_()
+        assert not model.graphs.may_stand_for(pixels, model.parts)
+        with torch.no_grad():
+            assert model.graphs.may_stand_for(pixels, model.parts)
+        wants.requires_grad_(False)
+    model.device.refuses = True
+    assert not model.graphs.may_stand_for(pixels, model.parts)
+
+
+def test_threads_take_turns(model: Model) -> None:
+    images = torch.randn(4, 1, 3, 2, 4)
+    expected = [model.layer(image) for image in images]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert_bit_equal(list(pool.map(model, images)), expected)
+    assert model.device.captured == [1]
+
+
+def test_a_failed_capture_leaves_no_graph(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = torch.randn(1, 3, 2, 4)
+
+    def fail(pixels: Tensor) -> Tensor:
+        raise RuntimeError("not permitted")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        model.graphs.replay(pixels, 1, model.parts, fail)
+    assert_bit_equal(model(pixels), model.layer(pixels))
+
+
+def test_a_cpu_takes_no_graphs() -> None:
+    assert not Cuda().takes(torch.zeros(1, 3, 2, 2))
