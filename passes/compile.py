@@ -4,14 +4,16 @@
 rename the keys. Compiled block by block, blocks of one kind (windowed, global) share one compilation, so that 32
 blocks cost two; compiled whole, TorchInductor also fuses across blocks, and compiles each of them.
 
-Each batch size, dtype, and grad mode compiles anew. The limit on recompilations counts for one piece of code over all
-models of the process, and past it PyTorch would run uncompiled with only a warning: the pass raises that limit, and
-with `fullgraph=True` hitting it, or any graph break, is an error.
+Each batch size, dtype, and grad mode compiles anew: so batches are brought to a few sizes (`samopt.passes.batches`).
+The limit on recompilations counts for one piece of code over all models of the process, and past it PyTorch would run
+uncompiled with only a warning: the pass raises that limit, and with `fullgraph=True` hitting it, or any graph break,
+is an error.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,9 +26,11 @@ from torch.utils._triton import has_triton
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput, SamoptError, Unsupported
+from samopt.passes.batches import Batches, encode
+from samopt.passes.cuda_graphs import CudaGraphs
 from samopt.rebind import bind_methods, clone
 from samopt.result import Site, Skip
-from samopt.structure import encoders, join
+from samopt.structure import differs, encoders, is_encoder, join
 
 
 @dataclass(frozen=True)
@@ -35,16 +39,25 @@ class Compile(Pass):
 
     A deep copy or an unpickled model is not compiled (PyTorch drops it): apply `Compile()` to it again.
 
+    An encoder whose own code is not SAM's is compiled, and takes its batches as they come, without CUDA graphs. So
+    does one with hooks, in it or in its modules, as long as it has them: they see what they see in the unmodified
+    model.
+
     Attributes:
         scope: "block" compiles patch embedding, every block and the neck; "encoder" the encoder as a whole.
         mode: "default", or "max-autotune" to time kernel candidates while compiling.
-        cuda_graphs: replay the encoder as a CUDA graph; scope "encoder" on a GPU only. Its outputs are copied out of
-            the graph's buffers, so features kept from one image do not change when the next is encoded.
+        batch_sizes: the batch sizes to compile for, rising. A larger batch runs in pieces of the last; what is left of
+            it, like any other batch, is filled up with zero images to the next size, and the features are cut back.
+        cuda_graphs: replay the whole encoder as a CUDA graph, one for each batch size, captured at its first call; on
+            a GPU only. Where gradients are wanted, under autocast, and inside a capture of the caller's own, it runs
+            without. Features are copied out of the graph's buffers: those of one image do not change when the next
+            is encoded. Threads and streams may share the model; they take turns. Weights may be loaded or moved.
         recompile_limit: compilations allowed for one piece of code, all models of the process together.
     """
 
     scope: Literal["block", "encoder"] = "block"
     mode: Literal["default", "max-autotune"] = "default"
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     cuda_graphs: bool = False
     recompile_limit: int = 64
 
@@ -53,8 +66,9 @@ class Compile(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.cuda_graphs and self.scope != "encoder":
-            raise InvalidInput('Compile: cuda_graphs=True needs scope="encoder": a graph per block saves nothing')
+        sizes = self.batch_sizes
+        if not sizes or sizes[0] < 1 or any(later <= size for size, later in itertools.pairwise(sizes)):
+            raise InvalidInput(f"Compile: batch_sizes must be positive and rise, as (1, 2, 4) do, not {sizes}")
         if self.recompile_limit < 1:
             raise InvalidInput(f"Compile: recompile_limit must be at least 1, not {self.recompile_limit}")
 
@@ -69,22 +83,46 @@ class Compile(Pass):
             raise Unsupported("TorchInductor found no Triton for this GPU", "install triton, or leave compile out")
 
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:
-        """Yields the encoder, or its patch embedding, blocks and neck."""
+        """Yields the encoder and, of scope "block", its patch embedding, blocks and neck.
+
+        An encoder with other code than SAM's is a Skip too: batches and graphs are for SAM's.
+        """
         for fqn, encoder in encoders(model):
-            names = ["patch_embed", *(f"blocks.{index}" for index in range(len(encoder.blocks))), "neck"]
-            for name in names if self.scope == "block" else [""]:
-                yield Site(join(fqn, name))
+            reason = _differs(encoder)
+            if reason:
+                yield Skip(fqn, f"it takes its batches as they come, without CUDA graphs: {reason}")
+            if not reason or self.scope == "encoder":
+                yield Site(fqn)
+            if self.scope == "block":
+                names = ["patch_embed", *(f"blocks.{index}" for index in range(len(encoder.blocks))), "neck"]
+                yield from (Site(join(fqn, name)) for name in names)
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
-        options: dict[str, Any] = {"triton.cudagraphs": self.cuda_graphs}
+        new: Any = clone(module)
+        whole = is_encoder(module)
+        call = new._call_impl
+        if not whole or self.scope == "encoder":
+            bind_methods(new)
+            new.compile(fullgraph=True, dynamic=False, options=self._inductor_options())
+            call = functools.partial(call_compiled, new._compiled_call_impl, self.recompile_limit)
+        if whole and not _differs(module):
+            batches = Batches(self.batch_sizes, CudaGraphs() if self.cuda_graphs else None)
+            call = functools.partial(encode, batches, new, call)
+        new._compiled_call_impl = call
+        return new
+
+    def _inductor_options(self) -> dict[str, Any]:
+        # Graphs of TorchInductor's own, which the environment may ask for, would overwrite features kept by the caller.
+        options: dict[str, Any] = {"triton.cudagraphs": False}
         if self.mode == "max-autotune":
             options |= torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
-        new: Any = clone(module)
-        bind_methods(new)
-        new.compile(fullgraph=True, dynamic=False, options=options)
-        call = copy_out_of_graph if self.cuda_graphs else call_compiled
-        new._compiled_call_impl = functools.partial(call, new._compiled_call_impl, self.recompile_limit)
-        return new
+        return options
+
+
+def _differs(encoder: nn.Module) -> str | None:
+    from segment_anything.modeling import ImageEncoderViT
+
+    return differs(encoder, "forward", ImageEncoderViT.forward)
 
 
 def call_compiled(compiled: Callable[..., Tensor], limit: int, *args: Any, **kwargs: Any) -> Tensor:
@@ -101,12 +139,6 @@ def call_compiled(compiled: Callable[..., Tensor], limit: int, *args: Any, **kwa
             f"({config.recompile_limit}: batch sizes, dtypes, grad modes, models); "
             "raise Compile(recompile_limit=...), or call torch._dynamo.reset() between models"
         ) from error
-
-
-def copy_out_of_graph(compiled: Callable[..., Tensor], limit: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Calls a module compiled with CUDA graphs; returns a tensor that the next replay does not overwrite."""
-    torch.compiler.cudagraph_mark_step_begin()
-    return call_compiled(compiled, limit, *args, **kwargs).clone()
 
 
 def _cpp_compiler() -> str | None:

@@ -47,10 +47,15 @@ def join(*names: str) -> str:
 
 
 def encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The image encoders in `model`, with their names: what has a patch embedding and blocks, and a neck."""
+    """The image encoders in `model`, with their names."""
     for fqn, module in model.named_modules():
-        if all(isinstance(getattr(module, part, None), nn.Module) for part in ("patch_embed", "blocks", "neck")):
+        if is_encoder(module):
             yield fqn, module
+
+
+def is_encoder(module: nn.Module) -> bool:
+    """Whether a module is an image encoder: has a patch embedding and blocks, and a neck."""
+    return all(isinstance(getattr(module, part, None), nn.Module) for part in ("patch_embed", "blocks", "neck"))
 
 
 def encoder_attentions(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, int]] | Skip]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import pytest
 import torch
 from segment_anything.modeling import Sam
+from torch import Tensor
 
 import samopt
 from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention, WhereIndexing
+from samopt.passes.cuda_graphs import Captured, Cuda
 from samopt.recipe import built_in
 from samopt.samples import scene_samples
 from samopt.tiny import load_tiny
+from samopt.verify import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -67,20 +73,109 @@ def test_no_synchronisation_in_encoder_and_prompt_encoder(sam: Sam) -> None:
         run()
 
 
-# PyTorch's own: its CUDA graph trees capture an empty graph to set up their memory pool.
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
-@torch.no_grad()
-def test_cuda_graphs_keep_earlier_features(sam: Sam) -> None:
-    for rewrite in (HoistRelPos(), SDPAttention(), CastDtype(), Compile(scope="encoder", cuda_graphs=True)):
+def graphed(sam: Sam, scope: Literal["block", "encoder"] = "block") -> Any:
+    """The image encoder of `sam` in bfloat16, compiled for batches of 1, 2 and 4, as CUDA graphs."""
+    for rewrite in (HoistRelPos(), SDPAttention(), CastDtype()):
         rewrite(sam)
-    images = torch.randn(4, 1, 3, 1024, 1024, device="cuda")
-    features = [sam.image_encoder(image) for image in images]
+    Compile(scope, batch_sizes=(1, 2, 4), cuda_graphs=True)(sam)
+    return sam.image_encoder
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The batch size of every capture."""
+    sizes: list[int] = []
+    capture = Cuda.capture
+
+    def noting(self: Cuda, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Captured:
+        sizes.append(len(pixels))
+        return capture(self, call, pixels)
+
+    monkeypatch.setattr(Cuda, "capture", noting)
+    return sizes
+
+
+@pytest.mark.parametrize("scope", ["block", "encoder"])
+@torch.no_grad()
+def test_cuda_graphs_keep_earlier_features(sam: Sam, scope: Literal["block", "encoder"], captured: list[int]) -> None:
+    encoder = graphed(sam, scope)
+    batches = [torch.randn(batch, 3, 1024, 1024, device="cuda") for batch in (1, 1, 3, 1, 2, 4)]
+    features = [encoder(batch) for batch in batches]
     kept = [feature.clone() for feature in features]
-    for image in reversed(images):
-        sam.image_encoder(image)
+    for batch in reversed(batches):
+        encoder(batch)
     assert all(map(torch.equal, features, kept))
-    again = [sam.image_encoder(image) for image in images]
+    again = [encoder(batch) for batch in batches]
     assert all(map(torch.equal, again, kept))
+    assert captured == [1, 4, 2]
+    eager = copy.deepcopy(sam).image_encoder  # a copy is not compiled
+    assert relative_error(features, [eager(batch) for batch in batches]) < 0.05
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_threads_with_cuda_graphs_get_the_answers_of_one(sam: Sam, streams: bool, captured: list[int]) -> None:
+    encoder = graphed(sam)
+    images = torch.randn(7, 3, 1024, 1024, device="cuda")
+    sizes = [3, 1, 7, 2, 5, 4]
+    torch.cuda.synchronize()  # the images are there, whatever stream a thread reads them on
+
+    @torch.no_grad()
+    def answers(sizes: list[int]) -> list[Tensor]:
+        stream = torch.cuda.Stream() if streams else torch.cuda.current_stream()
+        with torch.cuda.stream(stream):
+            features = [encoder(images[:size]) for _ in range(4) for size in sizes]
+        stream.synchronize()
+        return features
+
+    with ThreadPoolExecutor(2) as pool:
+        there = [pool.submit(answers, order) for order in (sizes, sizes[::-1])]
+        forwards, backwards = (future.result() for future in there)
+    expected = answers(sizes)
+    assert sorted(captured) == [1, 2, 4]
+    assert all(map(torch.equal, forwards, expected))
+    assert all(map(torch.equal, backwards[::-1], expected))
+
+
+@torch.no_grad()
+def test_cuda_graphs_see_other_weights(sam: Sam, captured: list[int]) -> None:
+    encoder = graphed(sam)
+    pixels = torch.randn(1, 3, 1024, 1024, device="cuda")
+
+    def load_and_check(factor: float) -> None:
+        before = encoder(pixels)
+        sam.load_state_dict({key: value * factor for key, value in sam.state_dict().items()})
+        expected = copy.deepcopy(sam).image_encoder(pixels)  # a copy is not compiled
+        assert relative_error([before], [expected]) > 0.2
+        assert relative_error([encoder(pixels)], [expected]) < 0.05
+
+    load_and_check(0.5)
+    assert captured == [1], "values written in place need no new capture"
+    old = [tensor.data for tensor in (*encoder.parameters(), *encoder.buffers())]  # so that no address is used again
+    sam.to("cpu").to("cuda")
+    load_and_check(2)
+    assert captured == [1, 1]
+    del old
+
+
+@torch.no_grad()
+def test_a_caller_may_capture_the_encoder_in_a_graph_of_its_own(sam: Sam, captured: list[int]) -> None:
+    encoder = graphed(sam)
+    pixels, other = torch.randn(2, 1, 3, 1024, 1024, device="cuda")
+    buffer, graph = pixels.clone(), torch.cuda.CUDAGraph()
+    expected = encoder(other)
+    with torch.cuda.graph(graph):
+        features = encoder(buffer)
+    buffer.copy_(other)
+    graph.replay()
+    assert captured == [1]
+    assert relative_error([features], [expected]) < 0.01
+
+
+def test_autocast_is_not_captured() -> None:
+    pixels = torch.zeros(1, 3, 8, 8, device="cuda")
+    assert Cuda().takes(pixels)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert not Cuda().takes(pixels)
 
 
 def test_moves_between_devices(sam: Sam) -> None:

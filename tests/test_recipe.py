@@ -73,6 +73,10 @@ def test_a_file_says_what_the_same_in_python_says(write: Write) -> None:
         required = false
         on_fail = "drop"
 
+        [[pass]]
+        name = "compile"
+        batch_sizes = [1, 8]
+
         [bench]
         rows = [["sdpa"], ["options"]]
     """)
@@ -80,6 +84,7 @@ def test_a_file_says_what_the_same_in_python_says(write: Write) -> None:
         [
             Step(Options(count=3, ratio=1, flag=True, mode="two", names=("a", "b"), pair=(3, 4), limit=5)),
             Step(SDPAttention(decoder=False), required=False, on_fail="drop"),
+            Step(Compile(batch_sizes=(1, 8))),
         ],
         Budget(mean_iou=0.9, masks=False),
         "mine",
@@ -141,8 +146,12 @@ FIRST = '[[pass]]\nname = "sdpa"\n'
             r", entry 1 \(dtype\): .*option dtype must be one of 'bfloat16', 'float16', not 'float8'",
         ),
         (
-            '[[pass]]\nname = "compile"\ncuda_graphs = true',
-            r", entry 1 \(compile\): Compile: cuda_graphs=True needs scope",
+            '[[pass]]\nname = "compile"\nbatch_sizes = [2, 1]',
+            r", entry 1 \(compile\): Compile: batch_sizes must be positive and rise, .*not \(2, 1\)",
+        ),
+        (
+            '[[pass]]\nname = "compile"\nbatch_sizes = [1, "2"]',
+            r", entry 1 \(compile\): .*option batch_sizes must be tuple\[int, \.\.\.\], not \(1, '2'\)",
         ),
         (FIRST + 'required = "no"', r", entry 1 \(sdpa\): .*required must be true or false, not 'no'"),
         (FIRST + 'on_fail = "ignore"', r", entry 1 \(sdpa\): .*on_fail must be 'raise' or 'drop', not 'ignore'"),

@@ -1,0 +1,81 @@
+"""Batches of a few sizes only, for each of which the image encoder is compiled, or captured, once.
+
+A caller's batch is cut into pieces of the largest size, and the rest is filled up with zero images to the smallest
+size that holds it. SAM's encoder never mixes images, so the features of the caller's own do not depend on the filling.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from samopt.passes.cuda_graphs import CudaGraphs
+from samopt.passes.parts import Parts
+
+
+class Batches:
+    """How one encoder takes its batches, and what it remembers between them. Threads may share it.
+
+    Attributes:
+        sizes: the batch sizes it runs at, rising.
+        graphs: its CUDA graphs; None where it runs without.
+    """
+
+    def __init__(self, sizes: tuple[int, ...], graphs: CudaGraphs | None = None) -> None:
+        self.sizes, self.graphs = sizes, graphs
+        self._parts: Parts | None = None
+        self._lock = threading.Lock()
+
+    def parts(self, encoder: nn.Module) -> Parts:
+        """The parts of `encoder`, listed anew where a module in it was replaced."""
+        with self._lock:
+            if self._parts is None or not self._parts.current():
+                self._parts = Parts(encoder)
+            return self._parts
+
+
+def encode(batches: Batches, encoder: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Calls an image encoder on a batch of any size.
+
+    A hook sees what it sees in the unmodified model: with one anywhere in the encoder, the batch stays whole and no
+    CUDA graph is replayed, as that would pass the hook by. An empty batch is none that SAM's encoder takes: its own
+    error is raised.
+
+    Args:
+        batches: how to run it.
+        encoder: the encoder.
+        call: what runs the encoder, hooks included, on a batch of one of the sizes.
+        x: pixels [B, 3, H, W].
+
+    Returns:
+        Features [B, C, h, w].
+    """
+    parts = batches.parts(encoder)
+    if x.dim() != 4 or len(x) == 0 or parts.hooked():
+        return call(x)
+    features = [_encode_piece(batches, parts, call, piece) for piece in x.split(batches.sizes[-1])]
+    return features[0] if len(features) == 1 else torch.cat(features)
+
+
+def _encode_piece(batches: Batches, parts: Parts, call: Callable[[Tensor], Tensor], piece: Tensor) -> Tensor:
+    count = len(piece)
+    pixels = fill_up(piece, next(size for size in batches.sizes if size >= count))
+    if batches.graphs is not None and batches.graphs.may_stand_for(pixels, parts):
+        return batches.graphs.replay(pixels, count, parts, call)
+    features = call(pixels)
+    return features if len(pixels) == count else features[:count].clone()  # a view would keep the filling's memory
+
+
+def fill_up(piece: Tensor, size: int) -> Tensor:
+    """`piece` [B, 3, H, W] with zero images after it, [size, 3, H, W], contiguous.
+
+    The result is an inference tensor just where `piece` is: for torch.compile these are two kinds of input, and a
+    filled batch is to be of the same kind as a full one.
+    """
+    with torch.inference_mode(piece.is_inference()):
+        if size > len(piece):
+            piece = torch.cat([piece, piece.new_zeros(size - len(piece), *piece.shape[1:])])
+        return piece.contiguous()
