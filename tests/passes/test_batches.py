@@ -18,7 +18,7 @@ from samopt.passes.cuda_graphs import CudaGraphs
 from samopt.passes.parts import Parts
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, relative_error
-from tests.passes.test_cuda_graphs import StandIn
+from tests.stand_in import StandIn
 
 Scope = Literal["block", "encoder"]
 SCOPES: list[Scope] = ["block", "encoder"]
