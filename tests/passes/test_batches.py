@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
@@ -184,6 +185,20 @@ def test_threads_get_the_answers_of_one(scope: Scope) -> None:
     expected = answers(batches)
     assert_bit_equal(forwards, expected)
     assert_bit_equal(backwards[::-1], expected)
+
+
+def test_threads_do_not_share_a_filled_batch() -> None:
+    both_filled = threading.Barrier(2, timeout=10)
+
+    def call(pixels: Tensor) -> Tensor:
+        both_filled.wait()
+        return 2 * pixels
+
+    images = torch.randn(2, 3, 3, 4, 4)
+    batches = Batches((4,))
+    with ThreadPoolExecutor(2) as pool:
+        doubled = list(pool.map(lambda batch: encode(batches, nn.Identity(), call, batch), images))
+    assert_bit_equal(doubled, list(2 * images))
 
 
 def test_an_encoder_with_other_code_is_compiled_and_takes_its_batches_as_they_come() -> None:
