@@ -5,9 +5,12 @@ from __future__ import annotations
 from samopt.base import Pass
 from samopt.passes.compile import Compile
 from samopt.passes.dtype import CastDtype
+from samopt.passes.layer_norm import TritonLayerNorm
+from samopt.passes.linear_gelu import LinearGELU
 from samopt.passes.linear_patch_embed import LinearPatchEmbed
 from samopt.passes.rel_pos import HoistRelPos
 from samopt.passes.sdpa import SDPAttention
+from samopt.passes.triton_attention import TritonAttention
 from samopt.passes.where_indexing import WhereIndexing
 
 PASSES: dict[str, type[Pass]] = {
@@ -16,6 +19,9 @@ PASSES: dict[str, type[Pass]] = {
     "where_indexing": WhereIndexing,
     "sdpa": SDPAttention,
     "dtype": CastDtype,
+    "triton_attention": TritonAttention,
+    "linear_gelu": LinearGELU,
+    "layer_norm": TritonLayerNorm,
     "compile": Compile,
 }
 
@@ -24,8 +30,11 @@ __all__ = [
     "CastDtype",
     "Compile",
     "HoistRelPos",
+    "LinearGELU",
     "LinearPatchEmbed",
     "SDPAttention",
+    "TritonAttention",
+    "TritonLayerNorm",
     "WhereIndexing",
 ]
 

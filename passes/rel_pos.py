@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
+from samopt.passes.kernels.attention import skewed
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
 from samopt.structure import encoder_attentions
@@ -66,12 +67,16 @@ def gather(rel_pos: Tensor, size: int) -> Tensor:
     Returns:
         [size, size, d] on the device of `rel_pos`, gathered without an index on the CPU.
     """
-    distances = 2 * size - 1
-    if rel_pos.shape[0] != distances:
-        rows = rel_pos.reshape(1, rel_pos.shape[0], -1).permute(0, 2, 1)
-        rel_pos = F.interpolate(rows, size=distances, mode="linear").reshape(-1, distances).permute(1, 0)
-    tokens = torch.arange(size, device=rel_pos.device)
-    return rel_pos[tokens[:, None] - tokens[None, :] + (size - 1)]
+    return skewed(distances(rel_pos, size), size)
+
+
+def distances(rel_pos: Tensor, size: int) -> Tensor:
+    """One row per distance between `size` tokens: `rel_pos` [L, d] itself, or resized linearly, [2 * size - 1, d]."""
+    wanted = 2 * size - 1
+    if rel_pos.shape[0] == wanted:
+        return rel_pos
+    rows = rel_pos.reshape(1, rel_pos.shape[0], -1).permute(0, 2, 1)
+    return F.interpolate(rows, size=wanted, mode="linear").reshape(-1, wanted).permute(1, 0)
 
 
 def tables(module: nn.Module, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:

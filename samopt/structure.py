@@ -84,18 +84,22 @@ def encoder_attentions(model: nn.Module) -> Iterator[tuple[str, Any, tuple[int, 
 def _grids(model: nn.Module) -> dict[str, tuple[int, int]]:
     grids = {}
     for fqn, encoder in encoders(model):
-        stride = getattr(getattr(encoder.patch_embed, "proj", None), "stride", (16, 16))
-        size = getattr(encoder, "img_size", None)
-        if getattr(encoder, "pos_embed", None) is not None:
-            grid = tuple(encoder.pos_embed.shape[1:3])
-        elif size is not None:
-            grid = (size // stride[0], size // stride[1])
-        else:
+        if (grid := token_grid(encoder)) is None:
             continue
         for index, block in enumerate(encoder.blocks):
             window = getattr(block, "window_size", 0)
             grids[join(fqn, f"blocks.{index}.attn")] = (window, window) if window else grid
     return grids
+
+
+def token_grid(encoder: Any) -> tuple[int, int] | None:
+    """Rows and columns of tokens that an image encoder was made for; None where it does not say."""
+    if getattr(encoder, "pos_embed", None) is not None:
+        rows, columns = encoder.pos_embed.shape[1:3]
+        return rows, columns
+    stride = getattr(getattr(encoder.patch_embed, "proj", None), "stride", (16, 16))
+    size = getattr(encoder, "img_size", None)
+    return None if size is None else (size // stride[0], size // stride[1])
 
 
 def decoder_attentions(model: nn.Module) -> Iterator[tuple[str, Any] | Skip]:

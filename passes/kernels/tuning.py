@@ -1,0 +1,235 @@
+"""Which configuration of a kernel to run: correct first, then fast.
+
+Every candidate computes the given problem before it is timed, and one whose result is off, or that the GPU cannot
+launch (too little shared memory, say), is passed over. What was found is kept in a JSON file in the user's cache
+folder, under a key of GPU, versions, the kernels' source and the problem's shape: a changed kernel is tuned anew.
+Configurations for some GPUs are shipped, in `tuned.json`, made by `python -m samopt.passes.kernels.tune`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samopt.errors import Unsupported, first_line
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # relative error of a correct result
+KERNELS = ("position_terms", "global_attention", "window_attention")
+SHIPPED = Path(__file__).with_name("tuned.json")
+
+_found: dict[str, Config] = {}
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel's compile-time choices.
+
+    Attributes:
+        blocks: the kernel's own constants.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline.
+        maxnreg: most registers a thread may use; None leaves it to the compiler.
+    """
+
+    blocks: tuple[tuple[str, int], ...]
+    num_warps: int = 4
+    num_stages: int = 3
+    maxnreg: int | None = None
+
+    @classmethod
+    def of(cls, num_warps: int = 4, num_stages: int = 3, maxnreg: int | None = None, **blocks: int) -> Config:
+        """A configuration from keywords."""
+        return cls(tuple(sorted(blocks.items())), num_warps, num_stages, maxnreg)
+
+    def launch_options(self) -> dict[str, Any]:
+        """The keywords that Triton's launcher takes."""
+        limit = {} if self.maxnreg is None else {"maxnreg": self.maxnreg}
+        return {**dict(self.blocks), "num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a configuration is chosen for.
+
+    Attributes:
+        kernel: the kernel's name.
+        shape: what its best configuration may depend on: names and numbers.
+        dtype: of its inputs.
+        device: the GPU.
+        candidates: configurations to try.
+        output: makes a tensor for the result of a made-up problem of this shape.
+        run: computes that problem with a configuration, into such a tensor.
+        reference: its right answer, in float32 or better.
+    """
+
+    kernel: str
+    shape: tuple[tuple[str, int], ...]
+    dtype: torch.dtype
+    device: torch.device
+    candidates: Sequence[Config]
+    output: Callable[[], Tensor]
+    run: Callable[[Config, Tensor], object]
+    reference: Callable[[], Tensor]
+
+    def key(self) -> str:
+        """Kernel, shape, dtype and GPU, and what else would make a stored configuration wrong or stale."""
+        shape = ",".join(f"{name}={value}" for name, value in self.shape)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.kernel}({shape}) {dtype} on {_gpu(self.device)}, source {source_hash()}"
+
+
+def choose(problem: Problem) -> Config:
+    """The configuration for a problem: known from before, shipped, or found by trying.
+
+    Raises:
+        Unsupported: no candidate gave a right answer on this GPU; the message says why each failed.
+    """
+    key = problem.key()
+    with _lock:
+        if key not in _found:
+            if (stored := _read(cache_file()).get(_versioned(key)) or _read(SHIPPED).get(key)) is not None:
+                _found[key] = _decode(stored)
+            elif torch.cuda.is_current_stream_capturing():
+                raise Unsupported(
+                    f"{problem.kernel} has no configuration for {dict(problem.shape)} yet and none can be sought while "
+                    "a CUDA graph is captured",
+                    "run the model once before the capture",
+                )
+            else:
+                _found[key] = tune(problem)
+                _write(_versioned(key), _found[key])
+        return _found[key]
+
+
+@torch.no_grad()
+def tune(problem: Problem) -> Config:
+    """The fastest of the candidates whose result is right; see `choose` for what it raises."""
+    reference = problem.reference().float()
+    out = problem.output()
+    best: tuple[float, Config] | None = None
+    failures: dict[str, Config] = {}
+    for config in problem.candidates:
+        try:
+            problem.run(config, out.fill_(float("nan")))  # what it does not write, it cannot pass for right
+            error = relative_error(out, reference)
+        except Exception as failure:  # a compiler or a driver may refuse in ways of its own
+            failures.setdefault(first_line(failure), config)
+            continue
+        if not error <= TOLERANCE[problem.dtype]:
+            failures.setdefault(f"wrong result, relative error {error:.1e}", config)
+            continue
+        seconds = gpu_seconds(functools.partial(problem.run, config, out))
+        if best is None or seconds < best[0]:
+            best = seconds, config
+    if best is None:
+        reasons = "; ".join(list(failures)[:3])
+        raise Unsupported(
+            f"no configuration of {problem.kernel} works for {dict(problem.shape)} on {_gpu(problem.device)}: {reasons}"
+        )
+    return best[1]
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    """||result - reference|| / ||reference||; NaN where the result has one, so that no comparison lets it pass."""
+    return float((result.float() - reference).norm() / reference.norm())
+
+
+def gpu_seconds(run: Callable[[], Any]) -> float:
+    """Median time that the GPU takes for a call, without the time to launch it."""
+    run()
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(1_000_000)  # the GPU waits meanwhile, so that launching is not what is timed
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return sorted(times)[len(times) // 2]
+
+
+@functools.cache
+def source_hash() -> str:
+    """A digest of the kernels' code, comments and docstrings aside."""
+    code = [code_of((Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")) for name in KERNELS]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:12]
+
+
+def code_of(source: str) -> str:
+    """A module's code without its comments, docstrings and layout."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def cache_file() -> Path:
+    """Where found configurations are kept: in SAMOPT_CACHE_DIR, or `samopt` in the user's cache folder."""
+    folder = os.environ.get("SAMOPT_CACHE_DIR")
+    if folder is None:
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "samopt")
+    return Path(folder) / "kernels.json"
+
+
+@functools.cache
+def _gpu(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device.type)
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
+
+
+def _versioned(key: str) -> str:
+    import triton
+
+    return f"{key}, torch {torch.__version__}, triton {triton.__version__}"
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        warnings.warn(f"{file} is ignored: {first_line(error)}", stacklevel=2)
+        return {}
+    return stored if isinstance(stored, dict) else {}
+
+
+def _write(key: str, config: Config) -> None:
+    """Adds an entry to the cache file, atomically; a folder that cannot be written costs a warning, not the run."""
+    file = cache_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        entries = {**_read(file), key: dataclasses.asdict(config)}
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json", delete=False, encoding="utf-8") as new:
+            json.dump(entries, new, indent=1)
+        os.replace(new.name, file)
+    except OSError as error:
+        warnings.warn(f"tuned configurations are not kept: {first_line(error)}", stacklevel=2)
+
+
+def _decode(stored: dict[str, Any]) -> Config:
+    return Config(
+        tuple((str(name), int(value)) for name, value in stored["blocks"]),
+        stored["num_warps"],
+        stored["num_stages"],
+        stored["maxnreg"],
+    )

@@ -1,0 +1,76 @@
+"""The layer norms of wide encoders through a kernel that reads its input once.
+
+TorchInductor keeps rows of up to 1,024 in registers and reads wider ones again and again: on an H200 the norms of
+vit_h, 1,280 wide, take three times what their bytes take. Up to 1,024 its own kernels are as fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from samopt.base import Numerics, Pass, Phase
+from samopt.errors import Unsupported
+from samopt.passes.encoder_block import ADD_NORM, encoder_blocks, in_parts
+from samopt.passes.kernels.devices import cannot_run
+from samopt.passes.kernels.layer_norm import NARROWEST, WIDEST, add_layer_norm, layer_norm
+from samopt.rebind import clone, rebind
+from samopt.result import Site, Skip
+from samopt.structure import differs
+
+
+@dataclass(frozen=True)
+class TritonLayerNorm(Pass):
+    """Rewrites the layer norms of the encoder's blocks, where rows are wider than 1,024, to a Triton kernel.
+
+    The second norm adds the residual on the way. It needs a GPU of compute capability 8.0 or above.
+    """
+
+    phase: ClassVar[Phase] = Phase.FLOAT
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+
+    def requires(self, model: nn.Module) -> None:
+        """Raises Unsupported where Triton cannot run: no such GPU, or no Triton."""
+        if reason := cannot_run(next(model.parameters()).device):
+            raise Unsupported(reason, "leave layer_norm out")
+
+    def match(self, model: nn.Module) -> Iterator[Site | Skip]:
+        """Yields the encoder's blocks; those with narrow norms, or norms of another form, are Skips."""
+        for found in encoder_blocks(model):
+            if isinstance(found, Skip):
+                yield found
+                continue
+            name, block, _ = found
+            reason = _unfit(block.norm1) or _unfit(block.norm2)
+            yield Skip(name, reason) if reason else Site(name)
+
+    def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
+        new: Any = clone(module)
+        rebind(new.norm1, "forward", norm)
+        rebind(new.norm2, "forward", norm)
+        in_parts(new, **{ADD_NORM: add_norm})
+        return new
+
+
+def _unfit(module: nn.Module) -> str | None:
+    if reason := differs(module, "forward", nn.LayerNorm.forward):
+        return reason
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or weight.dim() != 1:
+        return "its norms are not over the last dimension alone, with weight and bias"
+    if len(weight) <= NARROWEST:
+        return f"its rows of {len(weight)} are fast as they are: TorchInductor keeps up to {NARROWEST} in registers"
+    return f"its rows of {len(weight)} are wider than {WIDEST}" if len(weight) > WIDEST else None
+
+
+def norm(self: Any, x: Tensor) -> Tensor:
+    """Layer norm of x [..., C]."""
+    return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+def add_norm(self: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of x and what was attended to, [B, H, W, C], and its norm."""
+    return add_layer_norm(x, attended, self.norm2.weight, self.norm2.bias, self.norm2.eps)
