@@ -48,17 +48,18 @@ class Compile(Pass):
         mode: "default", or "max-autotune" to time kernel candidates while compiling.
         batch_sizes: the batch sizes to compile for, rising. A larger batch runs in pieces of the last; what is left of
             it, like any other batch, is filled up with zero images to the next size, and the features are cut back.
-        cuda_graphs: replay the whole encoder as a CUDA graph, one for each batch size, captured at its first call; on
-            a GPU only. Where gradients are wanted, under autocast, and inside a capture of the caller's own, it runs
-            without. Features are copied out of the graph's buffers: those of one image do not change when the next
-            is encoded. Threads and streams may share the model; they take turns. Weights may be loaded or moved.
+        cuda_graphs: replay the whole encoder as a CUDA graph, one for each batch size, captured at its first call;
+            "auto" where the model is on a GPU when the pass runs. Where gradients are wanted, under autocast, and
+            inside a capture of the caller's own, it runs without. Features are copied out of the graph's buffers:
+            those of one image do not change when the next is encoded. Threads and streams may share the model; they
+            take turns. Weights may be loaded or moved.
         recompile_limit: compilations allowed for one piece of code, all models of the process together.
     """
 
     scope: Literal["block", "encoder"] = "block"
     mode: Literal["default", "max-autotune"] = "default"
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    cuda_graphs: bool = False
+    cuda_graphs: bool | Literal["auto"] = False
     recompile_limit: int = 64
 
     phase: ClassVar[Phase] = Phase.COMPILE
@@ -75,7 +76,7 @@ class Compile(Pass):
     def requires(self, model: nn.Module) -> None:
         """Raises Unsupported where TorchInductor cannot build code: no compiler, no Triton, no GPU for a graph."""
         device = next(model.parameters()).device.type
-        if self.cuda_graphs and device != "cuda":
+        if self.cuda_graphs is True and device != "cuda":
             raise Unsupported(f"CUDA graphs need a GPU and the model is on {device}", "leave cuda_graphs out")
         if device == "cpu" and not _cpp_compiler():
             raise Unsupported("TorchInductor found no C++ compiler", "install g++ or clang, or set CXX")
@@ -106,7 +107,9 @@ class Compile(Pass):
             new.compile(fullgraph=True, dynamic=False, options=self._inductor_options())
             call = functools.partial(call_compiled, new._compiled_call_impl, self.recompile_limit)
         if whole and not _differs(module):
-            batches = Batches(self.batch_sizes, CudaGraphs() if self.cuda_graphs else None)
+            on_gpu = next(module.parameters()).is_cuda
+            graphs = self.cuda_graphs is True or (self.cuda_graphs == "auto" and on_gpu)
+            batches = Batches(self.batch_sizes, CudaGraphs() if graphs else None)
             call = functools.partial(encode, batches, new, call)
         new._compiled_call_impl = call
         return new

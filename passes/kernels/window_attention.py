@@ -78,22 +78,16 @@ def window_attention(
     one_hot += ((end < rows).to(tl.int32) * 2 + (edge < columns).to(tl.int32)) * BOX_H * BOX_W * SLOTS
     k_column = (heads + head) * D
     border = (end < rows) | (edge < columns)
-    if border:
-        total, beyond, acc1, acc2 = _attend(
-            q1, q2, term, keys1, keys2, one_hot, image, top, left, end, edge, k_column, heads * D, scale * LOG2E,
-            rows, BOX_W, SLOTS, D1, D2, LAZY, True, BLOCK_M, K_ROWS, STAGES,
-        )  # fmt: skip
-    else:
-        total, beyond, acc1, acc2 = _attend(
-            q1, q2, term, keys1, keys2, one_hot, image, top, left, end, edge, k_column, heads * D, scale * LOG2E,
-            rows, BOX_W, SLOTS, D1, D2, LAZY, False, BLOCK_M, K_ROWS, STAGES,
-        )  # fmt: skip
+    total, beyond, acc1, acc2 = _attend(
+        q1, q2, term, keys1, keys2, one_hot, image, top, left, end, edge, border, k_column, heads * D, scale * LOG2E,
+        rows, BOX_W, SLOTS, D1, D2, LAZY, BLOCK_M, K_ROWS, STAGES,
+    )  # fmt: skip
     if LAZY:  # noqa: SIM102 - decided when Triton compiles, the next one when it runs
         # NaN compares false: whoever feeds NaN gets NaN, from either loop.
         if tl.max(total, axis=0) > OVERFLOW:
             total, beyond, acc1, acc2 = _attend(
-                q1, q2, term, keys1, keys2, one_hot, image, top, left, end, edge, k_column, heads * D, scale * LOG2E,
-                rows, BOX_W, SLOTS, D1, D2, False, True, BLOCK_M, K_ROWS, STAGES,
+                q1, q2, term, keys1, keys2, one_hot, image, top, left, end, edge, border, k_column, heads * D,
+                scale * LOG2E, rows, BOX_W, SLOTS, D1, D2, False, BLOCK_M, K_ROWS, STAGES,
             )  # fmt: skip
     if border:
         v_padding = padding + (2 * heads + head) * D
@@ -109,9 +103,9 @@ def window_attention(
 
 @triton.jit
 def _attend(
-    q1, q2, term, keys1, keys2, one_hot, image, top, left, end, edge, k_column, to_values, c,
+    q1, q2, term, keys1, keys2, one_hot, image, top, left, end, edge, border, k_column, to_values, c,
     rows: tl.constexpr, BOX_W: tl.constexpr, SLOTS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    LAZY: tl.constexpr, BORDER: tl.constexpr, BLOCK_M: tl.constexpr, K_ROWS: tl.constexpr, STAGES: tl.constexpr,
+    LAZY: tl.constexpr, BLOCK_M: tl.constexpr, K_ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Over all keys: the sum of weights [M], of those outside the grid, and the weighted values [M, D1], [M, D2]."""
     BLOCK_N: tl.constexpr = K_ROWS * BOX_W
@@ -138,14 +132,13 @@ def _attend(
             rescale = tl.exp2(maximum - new)
             maximum = new
             total = total * rescale
-            if BORDER:
-                beyond = beyond * rescale
+            beyond = beyond * rescale
             acc1 = acc1 * rescale[:, None]
             if D2 > 0:
                 acc2 = acc2 * rescale[:, None]
         p = tl.exp2(s * c - maximum[:, None])
         total += tl.sum(p, axis=1)
-        if BORDER:
+        if border:
             # What is no key has weight 0, and so needs no mask of its own here.
             outside = (start + key // BOX_W >= end) | (key % BOX_W >= edge)
             beyond += tl.sum(tl.where(outside[None, :], p, 0.0), axis=1)

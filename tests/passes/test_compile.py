@@ -205,6 +205,15 @@ def test_nothing_but_undo_goes_on_top_of_a_compiled_model() -> None:
     SDPAttention()(sam)
 
 
+def test_cuda_graphs_where_there_is_a_gpu_and_none_where_not() -> None:
+    sam = random_sam()
+    Compile(cuda_graphs="auto")(sam)
+    batches = sam.image_encoder._compiled_call_impl.args[0]
+    assert batches.graphs is None
+    with pytest.raises(InvalidInput, match="cuda_graphs must be"):
+        Compile(cuda_graphs="always")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("scope", ["block", "encoder"])
 def test_cuda_graphs_need_a_gpu(scope: Literal["block", "encoder"]) -> None:
     with pytest.raises(Unsupported, match="CUDA graphs need a GPU and the model is on cpu"):
