@@ -62,16 +62,18 @@ def window_attention(
     h = part * Q_ROWS + m // BOX_W
     w = m % BOX_W
     inside = (h < rows) & (w < columns) & (top + h < H) & (left + w < W)
-    token = ((image.to(tl.int64) * H + top + h) * W + left + w)[:, None]
+    # 64-bit offsets for the image, 32-bit ones, which are cheaper, within it.
+    first = image.to(tl.int64) * H * W * heads + head
+    token = (((top + h) * W + left + w) * heads)[:, None]
     d1 = tl.arange(0, D1)
     d2 = D1 + tl.arange(0, D2 if D2 > 0 else D1)
-    q_ptrs = qkv + (token * 3 * heads + head) * D
+    q_ptrs = qkv + (image.to(tl.int64) * H * W * 3 * heads + head) * D + token * (3 * D)
     q1 = tl.load(q_ptrs + d1[None, :], mask=inside[:, None], other=0.0)
     q2 = q1
     if D2 > 0:
         q2 = tl.load(q_ptrs + d2[None, :], mask=inside[:, None], other=0.0)
     slot = tl.arange(0, SLOTS)
-    term = tl.load(terms + (token * heads + head) * SLOTS + slot[None, :], mask=inside[:, None], other=0.0)
+    term = tl.load(terms + first * SLOTS + token * SLOTS + slot[None, :], mask=inside[:, None], other=0.0)
 
     end = tl.minimum(rows, H - top)  # of the rows and columns of this window inside the grid
     edge = tl.minimum(columns, W - left)
@@ -94,7 +96,7 @@ def window_attention(
         acc1 += beyond[:, None] * tl.load(v_padding + d1)[None, :].to(tl.float32)
         if D2 > 0:
             acc2 += beyond[:, None] * tl.load(v_padding + d2)[None, :].to(tl.float32)
-    out_ptrs = out + (token * heads + head) * D
+    out_ptrs = out + first * D + token * D
     share = (1.0 / total)[:, None]
     tl.store(out_ptrs + d1[None, :], (acc1 * share).to(out.dtype.element_ty), mask=inside[:, None])
     if D2 > 0:
