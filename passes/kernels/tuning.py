@@ -102,8 +102,9 @@ def choose(problem: Problem) -> Config:
     key = problem.key()
     with _lock:
         if key not in _found:
-            if (stored := _read(cache_file()).get(_versioned(key)) or _read(SHIPPED).get(key)) is not None:
-                _found[key] = _decode(stored)
+            stored = _stored(problem, cache_file(), _versioned(key)) or _stored(problem, SHIPPED, key)
+            if stored is not None:
+                _found[key] = stored
             elif torch.cuda.is_current_stream_capturing():
                 raise Unsupported(
                     f"{problem.kernel} has no configuration for {dict(problem.shape)} yet and none can be sought while "
@@ -127,13 +128,14 @@ def tune(problem: Problem) -> Config:
         try:
             problem.run(config, out.fill_(float("nan")))  # what it does not write, it cannot pass for right
             error = relative_error(out, reference)
+            if not error <= TOLERANCE[problem.dtype]:
+                failures.setdefault(f"wrong result, relative error {error:.1e}", config)
+                continue
+            with torch.cuda.device_of(out):
+                seconds = gpu_seconds(functools.partial(problem.run, config, out))
         except Exception as failure:  # a compiler or a driver may refuse in ways of its own
             failures.setdefault(first_line(failure), config)
             continue
-        if not error <= TOLERANCE[problem.dtype]:
-            failures.setdefault(f"wrong result, relative error {error:.1e}", config)
-            continue
-        seconds = gpu_seconds(functools.partial(problem.run, config, out))
         if best is None or seconds < best[0]:
             best = seconds, config
     if best is None:
@@ -208,9 +210,24 @@ def _read(file: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        warnings.warn(f"{file} is ignored: {first_line(error)}", stacklevel=2)
+        warnings.warn(f"{file} is ignored: {first_line(error)}", stacklevel=1)
         return {}
-    return stored if isinstance(stored, dict) else {}
+    if not isinstance(stored, dict):
+        warnings.warn(f"{file} is ignored: it holds no entries", stacklevel=1)
+        return {}
+    return stored
+
+
+def _stored(problem: Problem, file: Path, key: str) -> Config | None:
+    """The candidate that a file has for a problem; whatever else it has there is ignored."""
+    entries = _read(file)
+    if key not in entries:
+        return None
+    for config in problem.candidates:
+        if entries[key] == _encode(config):
+            return config
+    warnings.warn(f"{file}: what it has for {key} is ignored, as it is no candidate", stacklevel=1)
+    return None
 
 
 def _write(key: str, config: Config) -> None:
@@ -218,7 +235,7 @@ def _write(key: str, config: Config) -> None:
     file = cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        entries = {**_read(file), key: dataclasses.asdict(config)}
+        entries = {**_read(file), key: _encode(config)}
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json", delete=False, encoding="utf-8") as new:
             json.dump(entries, new, indent=1)
         os.replace(new.name, file)
@@ -226,10 +243,6 @@ def _write(key: str, config: Config) -> None:
         warnings.warn(f"tuned configurations are not kept: {first_line(error)}", stacklevel=2)
 
 
-def _decode(stored: dict[str, Any]) -> Config:
-    return Config(
-        tuple((str(name), int(value)) for name, value in stored["blocks"]),
-        stored["num_warps"],
-        stored["num_stages"],
-        stored["maxnreg"],
-    )
+def _encode(config: Config) -> dict[str, Any]:
+    """A configuration as JSON gives it back."""
+    return {**dataclasses.asdict(config), "blocks": [list(block) for block in config.blocks]}
