@@ -93,8 +93,7 @@ def _cuda(
     _, H, W, channels = qkv.shape
     geometry = Geometry(H, W, rows, columns, heads, channels // 3 // heads)
     config = choose(problem(geometry, qkv.dtype, qkv.device))
-    with torch.cuda.device(qkv.device):
-        return launch(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale)
+    return launch(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale)
 
 
 def partition(x: Tensor, padding: Tensor, rows: int, columns: int) -> Tensor:
@@ -189,7 +188,8 @@ def launch(
     if out is None:
         out = qkv.new_empty((*qkv.shape[:3], qkv.shape[3] // 3))
     run = _launch_global if geometry.is_global else _launch_windows
-    run(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale, out)
+    with torch.cuda.device_of(qkv):  # Triton launches on the current GPU, wherever the tensors are
+        run(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale, out)
     return out
 
 
