@@ -213,12 +213,16 @@ def _launch_global(
     _launch_terms(geometry, qkv, padding, rel_pos_h, rel_pos_w, row_terms, column_terms, LOG2E, marks=False)
     options = config.launch_options()
     options["BLOCK_N"] = min(options["BLOCK_N"], _power(W))
-    tokens = qkv.view(B * N, -1)
-    keys = [TensorDescriptor.from_tensor(tokens, [options["BLOCK_N"], d or d1]) for d in (d1, d2)]
-    global_attention[(-(-N // options["BLOCK_M"]) * heads * B,)](
-        qkv, *keys, row_terms, column_terms, out, H, W, heads, scale, d1, d2,
-        LAZY=qkv.dtype == torch.bfloat16, CHUNKS=-(-W // options["BLOCK_N"]), STAGES=config.num_stages, **options,
-    )  # fmt: skip
+    # A step that reaches past the last row gives what it finds there weight 0, which does not undo NaN: so each image
+    # is then launched on its own, with zeros past its end and not the next image.
+    images = B if W % options["BLOCK_N"] == 0 else 1
+    for x, *terms, to in zip(*(each.split(images) for each in (qkv, row_terms, column_terms, out)), strict=True):
+        tokens = x.view(len(x) * N, -1)
+        keys = [TensorDescriptor.from_tensor(tokens, [options["BLOCK_N"], d or d1]) for d in (d1, d2)]
+        global_attention[(-(-N // options["BLOCK_M"]) * heads * len(x),)](
+            x, *keys, *terms, to, H, W, heads, scale, d1, d2,
+            LAZY=qkv.dtype == torch.bfloat16, CHUNKS=-(-W // options["BLOCK_N"]), STAGES=config.num_stages, **options,
+        )  # fmt: skip
 
 
 def _launch_windows(
