@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # Triton, which torchvision imports, reads it then: its kernels run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from segment_anything.modeling import Sam
 from torch import nn
 
