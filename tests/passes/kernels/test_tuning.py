@@ -1,0 +1,132 @@
+"""The tuner: right first, then fast. On a CPU, with made-up candidates and a made-up clock."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from samopt.errors import Unsupported
+from samopt.passes.kernels import tuning
+from samopt.passes.kernels.tuning import Config
+from tests.made_up_problem import Candidate, Tuner, nothing, off_by, one_row, refuse, right
+
+pytest.importorskip("triton", reason="needs Triton")
+
+
+def test_the_fastest_right_one_wins(tuner: Tuner) -> None:
+    problem = tuner.problem(Candidate(3.0, right), Candidate(1.0, right), Candidate(2.0, right))
+    assert tuner.chosen(problem) == 1
+
+
+@pytest.mark.parametrize("write", [off_by(0.1), off_by(-1), off_by(float("inf")), one_row, nothing, refuse])
+def test_what_is_not_right_is_never_chosen(tuner: Tuner, write: Callable[[Tensor], object]) -> None:
+    problem = tuner.problem(Candidate(2.0, right), Candidate(0.1, write), Candidate(1.0, right))
+    assert tuner.chosen(problem) == 2
+
+
+@pytest.mark.parametrize("dtype", tuning.TOLERANCE, ids=str)
+def test_how_right_it_must_be_depends_on_the_dtype(tuner: Tuner, dtype: torch.dtype) -> None:
+    tolerance = tuning.TOLERANCE[dtype]
+    candidates = [Candidate(1 / (1 + off), off_by(off * tolerance)) for off in (0.0, 0.9, 1.1)]
+    assert tuner.chosen(tuner.problem(*candidates, dtype=dtype)) == 1, "the last is fastest, and too far off"
+
+
+def test_one_that_fails_while_it_is_timed_is_passed_over(tuner: Tuner) -> None:
+    calls: list[None] = []
+
+    def once(out: Tensor) -> None:
+        calls.append(None)
+        right(out) if len(calls) == 1 else refuse(out)
+
+    assert tuner.chosen(tuner.problem(Candidate(0.1, once), Candidate(1.0, right))) == 1
+    assert len(calls) == 2
+
+
+def test_where_none_works_the_reasons_are_told(tuner: Tuner, cache: Path) -> None:
+    problem = tuner.problem(Candidate(1.0, refuse), Candidate(1.0, off_by(0.25)), Candidate(1.0, nothing))
+    with pytest.raises(Unsupported) as error:
+        tuning.choose(problem)
+    assert str(error.value) == (
+        "no configuration of made_up works for {'N': 3} on cpu: RuntimeError: out of resource: shared memory; "
+        "wrong result, relative error 2.5e-01; wrong result, relative error nan"
+    )
+    assert not cache.exists()
+
+
+def test_a_problem_is_tuned_once(tuner: Tuner) -> None:
+    first = tuning.choose(tuner.problem())
+    tuner.runs.clear()
+    assert tuning.choose(tuner.problem()) is first
+    assert tuner.runs == []
+
+
+def test_threads_wait_for_the_one_that_tunes(tuner: Tuner) -> None:
+    problem = tuner.problem(Candidate(2.0, right), Candidate(1.0, right))
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(tuner.chosen, [problem] * 16)) == {1}
+    assert len(tuner.runs) == 2 * len(problem.candidates), "once to see that it is right, once to time it"
+
+
+def test_nothing_is_sought_while_a_graph_is_captured(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    known, unknown = tuner.problem(), tuner.problem(kernel="another")
+    config = tuning.choose(known)
+    tuner.runs.clear()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(Unsupported, match="while a CUDA graph is captured; run the model once before the capture"):
+        tuning.choose(unknown)
+    assert tuning.choose(known) is config
+    assert tuner.runs == []
+
+
+def test_launch_options_are_what_triton_takes() -> None:
+    assert Config.of(BLOCK=3, num_warps=2).launch_options() == {"BLOCK": 3, "num_warps": 2, "num_stages": 3}
+    assert Config.of(maxnreg=64).launch_options() == {"num_warps": 4, "num_stages": 3, "maxnreg": 64}
+    assert Config.of(A=1, B=2) == Config.of(B=2, A=1)
+
+
+KERNEL = '''
+"""A kernel."""
+
+@jit
+def kernel(x, N: constexpr):  # adds
+    """Adds."""
+    return x + N  # the sum
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("A kernel.", "One kernel."), ("# adds", ""), ('    """Adds."""\n', ""), ("(x, N", "(\n    x, N"), ("\n\n", "\n")],
+)
+def test_comments_and_layout_are_no_code(old: str, new: str) -> None:
+    assert old in KERNEL
+    assert tuning.code_of(KERNEL.replace(old, new)) == tuning.code_of(KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("x + N", "x - N"), ("@jit", "@noinline"), ("N: constexpr", "N"), ("return", '"Said twice."; return')],
+)
+def test_code_is_code(old: str, new: str) -> None:
+    assert old in KERNEL
+    assert tuning.code_of(KERNEL.replace(old, new)) != tuning.code_of(KERNEL)
+
+
+@pytest.mark.parametrize("name", ["position_terms", "global_attention", "window_attention"])
+def test_the_source_hash_is_that_of_every_kernel(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in tuning.KERNELS:
+        shutil.copy(Path(tuning.__file__).parent / f"{kernel}.py", tmp_path)
+    monkeypatch.setattr(tuning, "__file__", str(tmp_path / "tuning.py"))
+    source_hash = tuning.source_hash.__wrapped__
+    assert source_hash() == tuning.source_hash()
+    file = tmp_path / f"{name}.py"
+    file.write_text(file.read_text() + "\n# said once more\n")
+    assert source_hash() == tuning.source_hash()
+    file.write_text(file.read_text().replace("constexpr = D1 + D2", "constexpr = D2 + D1"))
+    assert source_hash() != tuning.source_hash()

@@ -1,0 +1,215 @@
+"""What the tuner found, in files: the user's own, and the one that samopt ships."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from samopt.passes.kernels import tuning
+from samopt.passes.kernels.attention import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
+from samopt.passes.kernels.tuning import Config
+from tests.made_up_problem import Candidate, Tuner, right
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+
+COMMITTED = tuning.SHIPPED
+TWO = (Candidate(2.0, right), Candidate(1.0, right))
+SECOND = {"blocks": [["BLOCK", 1]], "num_warps": 4, "num_stages": 3, "maxnreg": None}
+FIRST = {**SECOND, "blocks": [["BLOCK", 0]]}
+
+
+def key_of(tuner: Tuner) -> str:
+    """The key of the made-up problem in the user's file."""
+    return tuning._versioned(tuner.problem(*TWO).key())
+
+
+def write(file: Path, content: Any) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+def read(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def test_a_new_process_reads_what_was_found(tuner: Tuner, cache: Path) -> None:
+    assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert read(cache) == {key_of(tuner): SECOND}
+    assert [file.name for file in cache.parent.iterdir()] == ["kernels.json"]
+    tuner.forget()
+    assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert tuner.runs == []
+
+
+def test_it_tunes_anew_where_something_else_is_asked_for(tuner: Tuner, cache: Path) -> None:
+    tuning.choose(tuner.problem())
+    for other in (
+        tuner.problem(kernel="another"),
+        tuner.problem(shape=(("N", 4),)),
+        tuner.problem(dtype=torch.bfloat16),
+    ):
+        tuner.forget()
+        tuning.choose(other)
+        assert tuner.runs
+    assert len(read(cache)) == 4
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (tuning, "source_hash", lambda: "0123456789ab"),
+        (tuning, "_gpu", lambda device: "NVIDIA H300 (11.0)"),
+        (torch, "__version__", "2.99.0"),
+        (triton, "__version__", "3.99.0"),
+    ],
+    ids=["source", "GPU", "torch", "triton"],
+)
+def test_it_tunes_anew_with_another(
+    owner: Any, name: str, value: Any, tuner: Tuner, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuning.choose(tuner.problem())
+    tuner.forget()
+    monkeypatch.setattr(owner, name, value)
+    tuning.choose(tuner.problem())
+    assert tuner.runs
+    assert len(read(cache)) == 2
+    assert any((value if isinstance(value, str) else value(*[None] * (name == "_gpu"))) in key for key in read(cache))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b'{"made_up(N=3) fl', b"\xff\xfe", b"[]", b"null", b'"text"'],
+    ids=lambda content: repr(content),
+)
+def test_a_broken_file_is_repaired(content: bytes, tuner: Tuner, cache: Path) -> None:
+    cache.parent.mkdir()
+    cache.write_bytes(content)
+    with pytest.warns(UserWarning, match="kernels.json is ignored: "):
+        assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert read(cache) == {key_of(tuner): SECOND}
+    tuner.forget()
+    assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert tuner.runs == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        3,
+        "text",
+        [],
+        {},
+        {"blocks": SECOND["blocks"]},
+        {**SECOND, "blocks": 1},
+        {**SECOND, "blocks": ["BLOCK", 1]},
+        {**SECOND, "blocks": [["BLOCK", "1"]]},
+        {**SECOND, "blocks": [["BLOCK", float("inf")]]},
+        {**SECOND, "blocks": [["BLOCK", 7]]},
+        {**SECOND, "blocks": [["SIZE", 1]]},
+        {**SECOND, "num_warps": "4"},
+        {**SECOND, "num_stages": 1},
+        {**SECOND, "grid": 1},
+    ],
+    ids=str,
+)
+def test_an_entry_that_is_no_candidate_is_repaired(entry: Any, tuner: Tuner, cache: Path) -> None:
+    write(cache, {key_of(tuner): entry, "other": SECOND})
+    with pytest.warns(UserWarning, match="is ignored, as it is no candidate"):
+        assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert read(cache) == {key_of(tuner): SECOND, "other": SECOND}
+
+
+def test_a_folder_that_cannot_be_written_costs_a_warning(
+    tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SAMOPT_CACHE_DIR", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="is ignored|are not kept") as seen:
+        assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert "tuned configurations are not kept: " in str(seen[-1].message)
+    assert tuner.chosen(tuner.problem(*TWO)) == 1, "it is kept in memory"
+
+
+def test_writers_at_once_leave_a_whole_file(cache: Path) -> None:
+    def write_some(writer: int) -> None:
+        for entry in range(20):
+            tuning._write(f"{writer}, {entry}", Config.of(BLOCK=entry))
+
+    tuning._write("first", Config.of())
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(write_some, writer) for writer in range(2)]
+        while not all(writer.done() for writer in writers):
+            assert "first" in read(cache)
+    for writer in writers:
+        writer.result()
+    assert "first" in read(cache)
+    assert read(cache).keys() & {"0, 19", "1, 19"}, "the last write stands"
+    assert [file.name for file in cache.parent.iterdir()] == ["kernels.json"]
+
+
+@pytest.mark.parametrize("place", ["SAMOPT_CACHE_DIR", "XDG_CACHE_HOME", "HOME"])
+def test_where_the_file_is(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SAMOPT_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv(place, str(tmp_path))
+    inside = {"SAMOPT_CACHE_DIR": "", "XDG_CACHE_HOME": "samopt", "HOME": ".cache/samopt"}[place]
+    assert tuning.cache_file() == tmp_path / inside / "kernels.json"
+
+
+def test_what_is_shipped_needs_no_tuning(tuner: Tuner, cache: Path) -> None:
+    write(tuning.SHIPPED, {tuner.problem(*TWO).key(): FIRST})
+    assert tuner.chosen(tuner.problem(*TWO)) == 0
+    assert tuner.runs == []
+    assert not cache.exists()
+
+
+def test_what_was_found_here_comes_before_what_is_shipped(tuner: Tuner, cache: Path) -> None:
+    write(tuning.SHIPPED, {tuner.problem(*TWO).key(): FIRST})
+    write(cache, {key_of(tuner): SECOND})
+    assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert tuner.runs == []
+
+
+def test_shipped_configurations_of_other_kernels_are_not_taken(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tuning.SHIPPED, {tuner.problem(*TWO).key(): FIRST})
+    monkeypatch.setattr(tuning, "source_hash", lambda: "0123456789ab")
+    assert tuner.chosen(tuner.problem(*TWO)) == 1
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="nothing is shipped")
+def test_the_shipped_file_is_of_these_kernels() -> None:
+    candidates = {"global_attention": GLOBAL_CANDIDATES, "window_attention": WINDOW_CANDIDATES}
+    for key, entry in read(COMMITTED).items():
+        assert key.endswith(f", source {tuning.source_hash()}"), "run python -m samopt.passes.kernels.tune"
+        assert entry in [tuning._encode(config) for config in candidates[key.partition("(")[0]]]
+
+
+def test_the_tuning_command_adds_what_it_finds_and_drops_what_is_stale(
+    tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from samopt.passes.kernels import tune
+
+    file = tmp_path / "tuned.json"
+    kept, stale = f"kernel() on another GPU, source {tuning.source_hash()}", "kernel() on a GPU, source 0123456789ab"
+    write(file, {kept: FIRST, stale: SECOND})
+    first: Callable[[tuning.Problem], Config] = lambda problem: problem.candidates[0]  # noqa: E731
+    monkeypatch.setattr(tuning, "tune", first)
+    monkeypatch.setattr(tuning, "_gpu", lambda device: str(device))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr("sys.argv", ["tune", str(file)])
+    tune.main()
+    found = read(file)
+    assert found.pop(kept) == FIRST
+    assert stale not in found
+    assert len(found) == 2 * 2 * len(tune.HEADS) == len(capsys.readouterr().out.splitlines())
+    assert found[
+        f"window_attention(H=64,W=64,rows=14,columns=14,heads=12,D=64) float16 on cuda:0, source {tuning.source_hash()}"
+    ] == tuning._encode(WINDOW_CANDIDATES[0])
