@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
+from samopt.passes.kernels.devices import no_gpu
 from samopt.passes.kernels.linear_gelu import linear_gelu
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
@@ -33,9 +34,8 @@ class LinearGELU(Pass):
 
     def requires(self, model: nn.Module) -> None:
         """Raises Unsupported on a CPU, where nothing is won."""
-        device = next(model.parameters()).device.type
-        if device != "cuda":
-            raise Unsupported(f"the fused kernel is a GPU's and the model is on {device}", "leave linear_gelu out")
+        if reason := no_gpu(next(model.parameters()).device, "its kernel needs"):
+            raise Unsupported(reason, "leave linear_gelu out")
 
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:
         """Yields the blocks' MLPs; those with another activation, or no plain linear layer, are Skips."""

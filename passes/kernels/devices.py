@@ -6,10 +6,15 @@ import torch
 from torch.utils._triton import has_triton_package
 
 
+def no_gpu(device: torch.device, who_needs_it: str) -> str | None:
+    """Why a device will not do where a GPU is needed, or None if it is one."""
+    return None if device.type == "cuda" else f"{who_needs_it} a GPU and the model is on {device.type}"
+
+
 def cannot_run(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None if they can."""
-    if device.type != "cuda":
-        return f"Triton kernels need a GPU and the model is on {device.type}"
+    if reason := no_gpu(device, "Triton kernels need"):
+        return reason
     if not has_triton_package():
         return "Triton is not installed"
     if torch.cuda.get_device_capability(device) < (8, 0):
