@@ -67,7 +67,7 @@ def _unfit(mlp: Any) -> str | None:
         return "its lin1 has no bias"
     if mlp.lin1.weight.dtype is not torch.bfloat16:
         dtype = str(mlp.lin1.weight.dtype).removeprefix("torch.")
-        return f"its weights are {dtype}, in which the tanh form of GELU is not below rounding: apply CastDtype first"
+        return f"its weights are {dtype}, and GELU's tanh form is below rounding in bfloat16 only: CastDtype does that"
     return None
 
 
