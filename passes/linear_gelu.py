@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
@@ -20,13 +21,16 @@ from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
 from samopt.structure import differs, encoders, join
 
+FUSED = "_samopt_linear_gelu"  # on a first layer and an activation that are computed in one
+
 
 @dataclass(frozen=True)
 class LinearGELU(Pass):
     """Fuses the encoder's `lin1` and GELU; on a GPU only, in bfloat16: apply it after `CastDtype`.
 
     The activation takes its tanh form, whose difference is below bfloat16's rounding (see
-    `samopt.passes.kernels.linear_gelu`). The first layer then computes both, and `act` passes its input on.
+    `samopt.passes.kernels.linear_gelu`). The first layer computes both, and `act` passes its input on. Where another
+    pass puts another first layer or activation in their place later, the MLP runs the two as SAM's does.
     """
 
     phase: ClassVar[Phase] = Phase.FLOAT
@@ -51,8 +55,11 @@ class LinearGELU(Pass):
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         new: Any = clone(module)
-        rebind(new.lin1, "forward", linear_and_gelu)
-        rebind(new.act, "forward", identity)
+        rebind(new.lin1, "forward", linear)
+        rebind(new.act, "forward", activation)
+        rebind(new, "forward", mlp)
+        for part in (new.lin1, new.act):
+            setattr(part, FUSED, True)
         return new
 
 
@@ -71,11 +78,21 @@ def _unfit(mlp: Any) -> str | None:
     return None
 
 
-def linear_and_gelu(self: Any, x: Tensor) -> Tensor:
-    """gelu(x W^T + b) for x [..., K]: [..., N]."""
-    return linear_gelu(x, self.weight, self.bias)
+def mlp(self: Any, x: Tensor) -> Tensor:
+    """SAM's MLP over [..., C]: `lin1` computes the activation too, as long as both are those that the pass saw."""
+    if getattr(self.lin1, FUSED, False) and getattr(self.act, FUSED, False):
+        return self.lin2(self.act(self.lin1(x, gelu=True), computed=True))
+    return self.lin2(self.act(self.lin1(x)))
 
 
-def identity(self: Any, x: Tensor) -> Tensor:
-    """x, whose activation `lin1` has computed already."""
-    return x
+def linear(self: Any, x: Tensor, gelu: bool = False) -> Tensor:
+    """x W^T + b for x [..., K], or its GELU: [..., N]."""
+    if gelu and self.weight.dtype is torch.bfloat16:
+        return linear_gelu(x.to(torch.bfloat16), self.weight, self.bias)  # under autocast, a norm gives float32
+    y = F.linear(x, self.weight, self.bias)
+    return F.gelu(y) if gelu else y
+
+
+def activation(self: Any, x: Tensor, computed: bool = False) -> Tensor:
+    """GELU of x, or x where `lin1` has computed it already."""
+    return x if computed else F.gelu(x)
