@@ -25,7 +25,7 @@ from samopt.passes.kernels.tuning import choose
 from samopt.passes.rel_pos import distances
 from samopt.rebind import clone
 from samopt.result import Site, Skip
-from samopt.structure import encoder_attentions, join
+from samopt.structure import differs, encoder_attentions, join
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -70,11 +70,10 @@ class TritonAttention(Pass):
 
 
 def _site_or_skip(name: str, attn: Any, grid: tuple[int, int] | None, window: int) -> Site | Skip:
-    weight = getattr(attn.qkv, "weight", None)
     if not attn.use_rel_pos:
         return Skip(name, "it has no relative positions")
-    if not isinstance(weight, Tensor) or not hasattr(attn.qkv, "bias"):
-        return Skip(name, "its qkv is no linear layer: what it makes of a zero token cannot be told")
+    if differs(attn.qkv, "forward", nn.Linear.forward):
+        return Skip(name, "its qkv is no plain linear layer: what it makes of a zero token cannot be told")
     if attn.rel_pos_h.dtype not in HALVES:
         return Skip(name, f"its weights are {str(attn.rel_pos_h.dtype).removeprefix('torch.')}: apply CastDtype first")
     if grid is None:
@@ -98,5 +97,7 @@ def attend(self: Any, x: Tensor) -> Tensor:
     rows, columns = (self.window_size, self.window_size) if self.window_size else x.shape[1:3]
     qkv, bias = attn.qkv(x), attn.qkv.bias
     padding = qkv.new_zeros(qkv.shape[-1]) if bias is None else bias.to(qkv.dtype)
-    rel_pos_h, rel_pos_w = distances(attn.rel_pos_h, rows), distances(attn.rel_pos_w, columns)
+    rel_pos_h, rel_pos_w = (
+        distances(table, size).to(qkv.dtype) for table, size in ((attn.rel_pos_h, rows), (attn.rel_pos_w, columns))
+    )
     return attn.proj(attention(qkv, padding, rel_pos_h, rel_pos_w, attn.num_heads, rows, columns, attn.scale))
