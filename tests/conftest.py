@@ -18,7 +18,7 @@ from segment_anything.modeling import Sam
 from torch import nn
 
 from samopt import Sample, optimize
-from samopt.passes import HoistRelPos, WhereIndexing
+from samopt.passes import HoistRelPos, WhereIndexing, layer_norm, linear_gelu, triton_attention
 from tests.models import random_sam
 from tests.toy_graphs import refuse_original
 
@@ -65,6 +65,14 @@ def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def kernels_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The passes for a GPU apply on any device, to norms of any width: their operators compute on a CPU too."""
+    for module, question in ((triton_attention, "cannot_run"), (layer_norm, "cannot_run"), (linear_gelu, "no_gpu")):
+        monkeypatch.setattr(module, question, lambda *_: None)
+    monkeypatch.setattr(layer_norm, "NARROWEST", 0)
 
 
 @pytest.fixture
