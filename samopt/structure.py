@@ -131,8 +131,8 @@ def layer_norms_2d(model: nn.Module) -> Iterator[nn.Module]:
 def differs(module: nn.Module, method: str, known: Callable[..., Any]) -> str | None:
     """Why `module.method` is not the code of `known`, or None if it is.
 
-    A method that one of samopt's own passes bound to the module stands for the code it was checked against; what
-    anybody else put there may compute anything.
+    A method that one of samopt's own passes bound to the module stands for the code of its class, which it was checked
+    against; what anybody else put there may compute anything.
     """
     if known.__qualname__.rpartition(".")[2] != method or not known.__module__.startswith(
         ("segment_anything", "torch")
@@ -140,8 +140,8 @@ def differs(module: nn.Module, method: str, known: Callable[..., Any]) -> str | 
         return f"segment_anything's own {method} was replaced in this process, by {known.__qualname__}"
     if bound := vars(module).get(method):
         function = getattr(bound, "func", getattr(bound, "__func__", None))
-        own = getattr(function, "__module__", "").startswith("samopt.passes.")
-        return None if own else f"its {method} was replaced on this module"
+        if not getattr(function, "__module__", "").startswith("samopt.passes."):
+            return f"its {method} was replaced on this module"
     function = getattr(type(module), method, None)
     if not isinstance(function, types.FunctionType) or not same_code(function, known):
         return f"its {method} is not the code of segment_anything's {known.__qualname__}"
