@@ -25,6 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
+    (source / "passes" / "kernels" / "tuned.json").touch()  # made on a GPU, and not there before
     build = f"from setuptools.build_meta import build_wheel; build_wheel({str(out)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True)
     (found,) = out.glob("samopt-*.whl")
@@ -42,6 +43,7 @@ def test_only_samopt_is_installed_and_all_of_it(wheel: Path) -> None:
         files = (path for path in folder.rglob("*") if path.suffix in kinds or path.name == "py.typed")
         missing = {f"{prefix}/{path.relative_to(folder).as_posix()}" for path in files} - set(names)
         assert not missing
+    assert {"samopt/passes/kernels/attention.py", "samopt/passes/kernels/tuned.json"} <= set(names)
 
 
 IMPORT = """
@@ -53,6 +55,9 @@ import torch
 seen["cuda"] = torch.cuda.is_initialized()
 from samopt.passes import PASSES
 seen["passes"] = sorted(PASSES)
+made = [pass_() for pass_ in PASSES.values()]
+seen["modules of passes"] = sorted(sys.modules)
+seen["cuda of passes"] = torch.cuda.is_initialized()
 seen["recipes"] = [samopt.Recipe.of(name).name for name in ("exact", "fast", "max")]
 seen["public"] = [name for name in samopt.__all__ if not hasattr(samopt, name)]
 json.dump(seen, sys.stdout)
@@ -67,10 +72,11 @@ def test_import_is_light_and_touches_no_gpu_and_the_wheel_works(wheel: Path) -> 
     seen = json.loads(run.stdout)
     assert seen["file"].startswith(str(wheel))
     assert [name for name in HEAVY if name in seen["modules"]] == []
-    assert seen["cuda"] is False
+    assert [name for name in HEAVY if name in seen["modules of passes"]] == []
+    assert seen["cuda"] is seen["cuda of passes"] is False
     assert seen["recipes"] == ["exact", "fast", "max"]
     assert seen["public"] == [], "every public name is there"
-    assert "sdpa" in seen["passes"]
+    assert {"sdpa", "triton_attention", "linear_gelu", "layer_norm"} <= set(seen["passes"])
 
 
 @pytest.mark.parametrize("name", ["passes", "main.passes"])

@@ -20,6 +20,7 @@ from samopt import InvalidInput, Recipe, Sample, optimize, report
 from samopt.passes import CastDtype, Compile
 from samopt.passes.dtype import cast_at_borders
 from samopt.rebind import wrap
+from samopt.recipe import built_in
 from samopt.samples import scene_samples
 from samopt.tiny import load_tiny
 from tests.answers import RECIPES
@@ -31,6 +32,11 @@ from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
 def uncompiled(recipe: str) -> list[Any]:
     """The steps of a recipe but Compile."""
     return [step for step in Recipe.of(recipe).steps if not isinstance(step.pass_, Compile)]
+
+
+def skipped_on_a_cpu(recipe: str) -> set[str]:
+    """The steps of a recipe that need a GPU."""
+    return set() if recipe == "exact" else {"TritonAttention()", "LinearGELU()", "TritonLayerNorm()"}
 
 
 @torch.no_grad()
@@ -94,6 +100,26 @@ def test_loading_another_checkpoint_equals_optimising_it(recipe: str, tmp_path: 
 
 
 @pytest.mark.usefixtures("dynamo_only")
+@pytest.mark.parametrize("recipe", built_in())
+def test_without_a_gpu_it_runs_and_reports_what_was_skipped_and_why(recipe: str) -> None:
+    ours = optimize(random_sam(), recipe, verify="off")
+    assert all(answer.isfinite().all() for answer in answers(ours))
+    made = report(ours)
+    skipped = {step.name: step.reason for step in made.steps if step.status != "applied"}
+    assert skipped.keys() == skipped_on_a_cpu(recipe)
+    text = " ".join(str(made).split())
+    for name, reason in skipped.items():
+        assert "a GPU and the model is on cpu" in reason
+        assert f"{name.removesuffix('()')} skipped: {reason}" in text
+
+
+@pytest.mark.usefixtures("dynamo_only", "kernels_anywhere")
+def test_with_the_passes_for_a_gpu_it_keeps_its_budget_too(tiny256: Sam) -> None:
+    made = report(optimize(tiny256, "fast", samples=scene_samples(2, 256)))  # a pass that only rounds is held to it
+    assert [step.status for step in made.steps] == ["applied"] * len(made.steps)
+
+
+@pytest.mark.usefixtures("dynamo_only")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_copies_and_pickles(recipe: str) -> None:
     ours = optimize(random_sam(), recipe, verify="off")
@@ -121,12 +147,14 @@ def test_moves_between_devices_and_keeps_its_dtypes(recipe: str) -> None:
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="fake CUDA tensors need a build of torch with CUDA")
+@pytest.mark.usefixtures("kernels_anywhere")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_nothing_waits_for_the_gpu(recipe: str) -> None:
     sam = random_sam(80, depth=4, window=3)
     assert len(syncs_of(sam.image_encoder, encode)) >= 4
     assert len(syncs_of(sam.prompt_encoder, prompt)) >= 4
     ours = optimize(sam, uncompiled(recipe), verify="off")
+    assert {step.status for step in report(ours).steps} == {"applied"}
     assert syncs_of(ours.image_encoder, encode) == []
     assert syncs_of(ours.prompt_encoder, prompt) == []
 
@@ -184,7 +212,7 @@ def test_keeps_to_its_budget_at_full_size(recipe: str) -> None:
     sam, scenes = tiny1024()
     ours = optimize(sam, recipe, samples=scenes, verify="end")
     steps = report(ours).steps
-    assert [step.status for step in steps if not step.name.startswith("Compile")] == ["applied"] * (len(steps) - 1)
+    assert {step.name for step in steps if step.status != "applied"} == skipped_on_a_cpu(recipe)
     agreement = steps[-1].agreement
     assert agreement is not None
     masks = agreement.masks
