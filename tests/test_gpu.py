@@ -15,12 +15,25 @@ from segment_anything.modeling import Sam
 from torch import Tensor
 
 import samopt
-from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention, WhereIndexing
+from samopt.passes import (
+    CastDtype,
+    Compile,
+    HoistRelPos,
+    LinearGELU,
+    SDPAttention,
+    TritonAttention,
+    TritonLayerNorm,
+    WhereIndexing,
+)
 from samopt.passes.cuda_graphs import Captured, Cuda
+from samopt.passes.kernels import attention
+from samopt.passes.kernels.tuning import Config
 from samopt.recipe import built_in
 from samopt.samples import scene_samples
 from samopt.tiny import load_tiny
 from samopt.verify import relative_error
+from tests.models import random_sam
+from tests.numerics import assert_rounding
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -49,11 +62,85 @@ def synchronising_is_an_error() -> Iterator[None]:
 @pytest.mark.parametrize("recipe", built_in())
 def test_recipes_keep_their_budget(sam: Sam, recipe: str) -> None:
     fast = samopt.optimize(sam, recipe, samples=scene_samples(4))
-    rows = samopt.report(fast).steps
-    assert [row.status for row in rows] == ["applied"] * len(rows)
+    left_out = {row.name: row.reason for row in samopt.report(fast).steps if row.status != "applied"}
+    if recipe != "exact":  # the embedded model is narrow
+        narrow = "image_encoder.blocks.0: its rows of 192 are fast as they are: TorchInductor keeps up to 1024 in"
+        assert left_out.pop("TritonLayerNorm()").startswith(f"TritonLayerNorm found nothing to rewrite: {narrow}")
+    assert left_out == {}
 
 
-def test_no_synchronisation_in_encoder_and_prompt_encoder(sam: Sam) -> None:
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was launched: attention in "window" or "global", and "gelu" for a product with its activation."""
+    launched: list[str] = []
+    launch, product = attention.launch, torch._addmm_activation
+
+    def noting_launch(config: Config, geometry: attention.Geometry, *rest: Any) -> Tensor:
+        launched.append("global" if geometry.is_global else "window")
+        return launch(config, geometry, *rest)
+
+    def noting_product(*args: Any, **options: Any) -> Tensor:
+        assert options == {"use_gelu": True}
+        launched.append("gelu")
+        return product(*args, **options)
+
+    monkeypatch.setattr(attention, "launch", noting_launch)
+    monkeypatch.setattr(torch, "_addmm_activation", noting_product)
+    return launched
+
+
+@torch.no_grad()
+def test_fast_runs_its_kernels_keeps_its_masks_and_waits_for_nothing(sam: Sam, kernels: list[str]) -> None:
+    fast = samopt.optimize(sam, "fast", samples=scene_samples(4))
+    steps = {step.name: step for step in samopt.report(fast).steps}
+    blocks = fast.image_encoder.blocks
+    for name in ("TritonAttention()", "LinearGELU()"):
+        assert steps[name].status == "applied"
+        assert len(steps[name].sites) == len(blocks)
+        assert steps[name].skipped == ()
+    agreement = samopt.report(fast).steps[-1].agreement
+    assert agreement is not None
+    assert agreement.masks is not None
+    assert agreement.masks.mean_iou >= 0.995
+    assert agreement.masks.min_iou >= 0.9
+    pixels = torch.randn(1, 3, 1024, 1024, device="cuda")
+    fast.image_encoder(pixels)
+    kernels.clear()
+    with synchronising_is_an_error():
+        fast.image_encoder(pixels)
+    expected = [("window" if block.window_size else "global", "gelu") for block in blocks]
+    assert kernels == [name for pair in expected for name in pair]
+
+
+@pytest.mark.parametrize(
+    ("pass_", "dtype"),
+    [
+        (TritonAttention(), torch.float16),
+        (TritonAttention(), torch.bfloat16),
+        (LinearGELU(), torch.bfloat16),
+        (TritonLayerNorm(), torch.float32),
+        (TritonLayerNorm(), torch.float16),
+        (TritonLayerNorm(), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_blocks_as_wide_as_vit_h_err_like_the_unmodified_ones(pass_: samopt.Pass, dtype: torch.dtype) -> None:
+    model = random_sam(1024, width=1280, heads=16).to("cuda")  # one block in windows of 14, one over the grid
+    for block in model.image_encoder.blocks:
+        for parameter in (*block.norm1.parameters(), *block.norm2.parameters(), block.attn.qkv.bias):
+            torch.nn.init.normal_(parameter)
+    model.image_encoder.to(dtype)
+    ours = copy.deepcopy(model)
+    assert len(pass_(ours).sites) == 2
+    tokens = 0.01 * torch.randn(1, 64, 64, 1280, device="cuda")  # a small residual hides no error of what is added
+    for block, rewritten in zip(model.image_encoder.blocks, ours.image_encoder.blocks, strict=True):
+        assert_rounding(block, rewritten, [tokens.to(dtype)])
+        assert_rounding(block.norm1, rewritten.norm1, [tokens.to(dtype)])
+        assert_rounding(block.mlp, rewritten.mlp, [100 * tokens.to(dtype)])
+
+
+@pytest.mark.parametrize("fused", [(), (TritonAttention(), LinearGELU())], ids=["sdpa", "kernels"])
+def test_no_synchronisation_in_encoder_and_prompt_encoder(sam: Sam, fused: tuple[samopt.Pass, ...]) -> None:
     sam.requires_grad_(False)
     pixels = torch.randn(1, 3, 1024, 1024, device="cuda")
     points = torch.rand(5, 2, 2, device="cuda") * 1024
@@ -66,7 +153,7 @@ def test_no_synchronisation_in_encoder_and_prompt_encoder(sam: Sam) -> None:
     run()
     with synchronising_is_an_error(), pytest.raises(RuntimeError, match="synchronizing"):
         run()
-    for rewrite in (HoistRelPos(), WhereIndexing(), SDPAttention(), CastDtype()):
+    for rewrite in (HoistRelPos(), WhereIndexing(), SDPAttention(), CastDtype(), *fused):
         rewrite(sam)
     run()
     with synchronising_is_an_error():
@@ -155,6 +242,21 @@ def test_cuda_graphs_see_other_weights(sam: Sam, captured: list[int]) -> None:
     load_and_check(2)
     assert captured == [1, 1]
     del old
+
+
+@torch.no_grad()
+def test_cuda_graphs_hold_the_kernels(sam: Sam, captured: list[int], kernels: list[str]) -> None:
+    for rewrite in (CastDtype(), TritonAttention(), LinearGELU()):
+        rewrite(sam)
+    eager = copy.deepcopy(sam).image_encoder
+    Compile(batch_sizes=(1,), cuda_graphs=True)(sam)
+    one, other = torch.randn(2, 1, 3, 1024, 1024, device="cuda")
+    sam.image_encoder(one)
+    assert captured == [1]
+    kernels.clear()
+    features = [sam.image_encoder(pixels) for pixels in (one, other)]
+    assert kernels == [], "a replay launches no kernel by itself"
+    assert relative_error(features, [eager(pixels) for pixels in (one, other)]) < 0.05
 
 
 @torch.no_grad()

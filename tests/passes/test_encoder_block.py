@@ -97,11 +97,9 @@ class ScaledBlock(nn.Module):
 def test_a_look_alike_is_a_skip() -> None:
     sam = random_sam()
     sam.image_encoder.blocks[0] = ScaledBlock(sam.image_encoder.blocks[0])
-    skip, (name, *_) = encoder_blocks(sam)
-    assert isinstance(skip, Skip)
-    assert skip.fqn == "image_encoder.blocks.0"
-    assert skip.reason == "its forward is not the code of segment_anything's Block.forward"
-    assert name == "image_encoder.blocks.1"
+    skip, block = encoder_blocks(sam)
+    assert skip == Skip("image_encoder.blocks.0", "its forward is not the code of segment_anything's Block.forward")
+    assert block == ("image_encoder.blocks.1", sam.image_encoder.blocks[1], (4, 4))
 
 
 def test_a_block_that_somebody_patched_is_a_skip() -> None:

@@ -175,7 +175,11 @@ def test_every_mlp_goes_through_the_operator_once(fused: list[Tensor]) -> None:
 @pytest.mark.usefixtures("kernels_anywhere")
 @pytest.mark.parametrize(
     ("part", "other"),
-    [("lin1", nn.Linear(64, 256).bfloat16()), ("act", nn.GELU(approximate="tanh")), ("lin2", nn.Linear(256, 64).bfloat16())],
+    [
+        ("lin1", nn.Linear(64, 256).bfloat16()),
+        ("act", nn.GELU(approximate="tanh")),
+        ("lin2", nn.Linear(256, 64).bfloat16()),
+    ],
 )
 @torch.no_grad()
 def test_a_layer_replaced_later_is_used_and_the_activation_runs_once(

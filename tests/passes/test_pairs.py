@@ -87,7 +87,7 @@ def test_a_pair_out_of_order_is_refused_by_a_recipe(first: str, second: str) -> 
 
 @pytest.mark.parametrize(("first", "second"), TOO_EARLY)
 def test_a_pass_before_the_dtype_it_needs_says_so(first: str, second: str) -> None:
-    with pytest.raises(NoSites, match="its weights are float32.*CastDtype"):
+    with pytest.raises(NoSites, match=r"its weights are float32.*CastDtype"):
         apply(first, random_sam())
 
 
