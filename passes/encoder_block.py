@@ -1,7 +1,10 @@
 """SAM's encoder block in parts, so that passes can rewrite one each, in any order.
 
-x, normed = add_norm(x, attend(norm1(x)))
-return x + mlp(normed)
+attended = attend(norm1(x))
+return x + attended + mlp(add_norm(x, attended))
+
+The sum of the first two is not kept: torch.compile adds all three at the end, in float32, and rounds once. On an H200
+in bfloat16 vit_h's embedding so errs by 1.1e-2 instead of 1.4e-2, and the bytes moved are the same.
 """
 
 from __future__ import annotations
@@ -45,8 +48,8 @@ def in_parts(block: nn.Module, **parts: Any) -> None:
 
 def forward(self: Any, x: Tensor) -> Tensor:
     """The block over tokens [B, H, W, C]; returns [B, H, W, C]."""
-    x, normed = self._samopt_add_norm(x, self._samopt_attend(self.norm1(x)))
-    return x + self.mlp(normed)
+    attended = self._samopt_attend(self.norm1(x))
+    return x + attended + self.mlp(self._samopt_add_norm(x, attended))
 
 
 def attend(self: Any, x: Tensor) -> Tensor:
@@ -60,7 +63,6 @@ def attend(self: Any, x: Tensor) -> Tensor:
     return window_unpartition(self.attn(windows), self.window_size, padded, (H, W))
 
 
-def add_norm(self: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual's sum, and its norm."""
-    x = x + attended
-    return x, self.norm2(x)
+def add_norm(self: Any, x: Tensor, attended: Tensor) -> Tensor:
+    """The second norm, of x + attended, [B, H, W, C]."""
+    return self.norm2(x + attended)

@@ -71,6 +71,6 @@ def norm(self: Any, x: Tensor) -> Tensor:
     return layer_norm(x, self.weight, self.bias, self.eps)
 
 
-def add_norm(self: Any, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of x and what was attended to, [B, H, W, C], and its norm."""
+def add_norm(self: Any, x: Tensor, attended: Tensor) -> Tensor:
+    """The block's second norm, of x + attended, [B, H, W, C]."""
     return add_layer_norm(x, attended, self.norm2.weight, self.norm2.bias, self.norm2.eps)

@@ -7,12 +7,14 @@ index arithmetic in the kernels. On a GPU it runs Triton kernels, on a CPU plain
 from __future__ import annotations
 
 import functools
+import warnings
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samopt.errors import Unsupported
 from samopt.passes.kernels.tuning import Config, Problem, choose
 
 LARGEST_WINDOW = 62  # rows and columns: with two marks, 128 slots
@@ -92,7 +94,11 @@ def _cuda(
 ) -> Tensor:
     _, H, W, channels = qkv.shape
     geometry = Geometry(H, W, rows, columns, heads, channels // 3 // heads)
-    config = choose(problem(geometry, qkv.dtype, qkv.device))
+    try:
+        config = choose(problem(geometry, qkv.dtype, qkv.device))
+    except Unsupported as failure:  # a model moved to another GPU, or an image of another size than the pass saw
+        warnings.warn(f"attention runs without its kernels, slowly: {failure}", stacklevel=1)
+        return reference(qkv, padding, rel_pos_h, rel_pos_w, heads, rows, columns, scale)
     return launch(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale)
 
 

@@ -30,8 +30,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 @torch.library.custom_op("samopt::add_layer_norm", mutates_args=(), device_types="cpu")
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + residual, and the layer norm of that sum; see `layer_norm`.
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The layer norm of x + residual; see `layer_norm`.
 
     Args:
         x: [..., C], contiguous.
@@ -41,10 +41,9 @@ def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, ep
         eps: added to the variance.
 
     Returns:
-        Sum and norm, [..., C] both.
+        [..., C] in the dtype of `x`, contiguous.
     """
-    total = x.float() + residual.float()
-    return total.to(x.dtype).contiguous(), layer_norm(total, weight, bias, eps).to(x.dtype)
+    return layer_norm(x.float() + residual.float(), weight, bias, eps).to(x.dtype)
 
 
 @layer_norm.register_fake
@@ -53,31 +52,28 @@ def _fake_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 
 
 @add_layer_norm.register_fake
-def _fake_add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape)
+def _fake_add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @layer_norm.register_kernel("cuda")
 def _cuda_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return launch(x, None, weight, bias, eps)[1]
+    return launch(x, None, weight, bias, eps)
 
 
 @add_layer_norm.register_kernel("cuda")
-def _cuda_add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _cuda_add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return launch(x, residual.contiguous(), weight, bias, eps)
 
 
-def launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Runs the kernel: the sum, which is `x` where there is no residual, and its norm."""
+def launch(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Runs the kernel: the norm of x, or of x + residual."""
     from samopt.passes.kernels.row_norm import row_norm
 
     x = x.contiguous()
     out = torch.empty_like(x)
-    total = x if residual is None else torch.empty_like(x)
     C = x.shape[-1]
     block = 1 << (C - 1).bit_length()
     with torch.cuda.device_of(x):
-        row_norm[(x.numel() // C,)](
-            x, residual, weight, bias, total, out, eps, C, block, num_warps=max(1, block // 1024)
-        )
-    return total, out
+        row_norm[(x.numel() // C,)](x, residual, weight, bias, out, eps, C, block, num_warps=max(1, block // 1024))
+    return out

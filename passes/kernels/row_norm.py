@@ -1,4 +1,4 @@
-"""Layer norm of one row by one program, which keeps it in registers: it is read once, and a residual added on the way.
+"""Layer norm of one row by one program, which keeps it in registers: read once, a residual added on the way.
 
 s = x + residual
 y = (s - mean) / sqrt(variance + eps) * weight + bias,      mean and variance of the row of s, in float32
@@ -13,11 +13,10 @@ import triton.language as tl
 @triton.jit
 def row_norm(
     x,  # [M, C]
-    residual,  # [M, C], or None: nothing is added, and no sum is written
+    residual,  # [M, C], or None: nothing is added
     weight,  # [C]
     bias,  # [C]
-    total,  # [M, C]: s
-    out,  # [M, C]: y, of s before it was rounded
+    out,  # [M, C]
     eps,
     C: tl.constexpr,
     BLOCK: tl.constexpr,  # C padded to a power of two
@@ -28,7 +27,6 @@ def row_norm(
     values = tl.load(x + row + column, mask=used, other=0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + row + column, mask=used, other=0.0).to(tl.float32)
-        tl.store(total + row + column, values.to(total.dtype.element_ty), mask=used)
     centred = tl.where(used, values - tl.sum(values, axis=0) / C, 0.0)
     variance = tl.sum(centred * centred, axis=0) / C
     w = tl.load(weight + column, mask=used, other=0.0).to(tl.float32)

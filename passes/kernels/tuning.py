@@ -31,7 +31,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # 
 KERNELS = ("position_terms", "global_attention", "window_attention")
 SHIPPED = Path(__file__).with_name("tuned.json")
 
-_found: dict[str, Config] = {}
+_found: dict[str, Config | str] = {}  # by key: the configuration, or why there is none
 _lock = threading.RLock()
 
 
@@ -103,18 +103,26 @@ def choose(problem: Problem) -> Config:
     with _lock:
         if key not in _found:
             stored = _stored(problem, cache_file(), _versioned(key)) or _stored(problem, SHIPPED, key)
-            if stored is not None:
-                _found[key] = stored
-            elif torch.cuda.is_current_stream_capturing():
-                raise Unsupported(
-                    f"{problem.kernel} has no configuration for {dict(problem.shape)} yet and none can be sought while "
-                    "a CUDA graph is captured",
-                    "run the model once before the capture",
-                )
-            else:
-                _found[key] = tune(problem)
-                _write(_versioned(key), _found[key])
-        return _found[key]
+            _found[key] = stored or _seek(key, problem)
+        found = _found[key]
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
+def _seek(key: str, problem: Problem) -> Config | str:
+    if torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            f"{problem.kernel} has no configuration for {dict(problem.shape)} yet and none can be sought while a CUDA "
+            "graph is captured",
+            "run the model once before the capture",
+        )
+    try:
+        config = tune(problem)
+    except Unsupported as failure:
+        return failure.reason
+    _write(_versioned(key), config)
+    return config
 
 
 @torch.no_grad()
@@ -123,23 +131,23 @@ def tune(problem: Problem) -> Config:
     reference = problem.reference().float()
     out = problem.output()
     best: tuple[float, Config] | None = None
-    failures: dict[str, Config] = {}
+    failures: list[str] = []
     for config in problem.candidates:
         try:
             problem.run(config, out.fill_(float("nan")))  # what it does not write, it cannot pass for right
             error = relative_error(out, reference)
             if not error <= TOLERANCE[problem.dtype]:
-                failures.setdefault(f"wrong result, relative error {error:.1e}", config)
+                failures.append(f"wrong result, relative error {error:.1e}")
                 continue
             with torch.cuda.device_of(out):
                 seconds = gpu_seconds(functools.partial(problem.run, config, out))
         except Exception as failure:  # a compiler or a driver may refuse in ways of its own
-            failures.setdefault(first_line(failure), config)
+            failures.append(first_line(failure))
             continue
         if best is None or seconds < best[0]:
             best = seconds, config
     if best is None:
-        reasons = "; ".join(list(failures)[:3])
+        reasons = "; ".join(list(dict.fromkeys(failures))[:3])
         raise Unsupported(
             f"no configuration of {problem.kernel} works for {dict(problem.shape)} on {_gpu(problem.device)}: {reasons}"
         )

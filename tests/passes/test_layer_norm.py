@@ -139,17 +139,14 @@ def test_another_image_size_than_the_encoder_was_made_for(dtype: torch.dtype) ->
 
 
 class Normed(nn.Module):
-    """A block's second norm, and the sum it is of."""
+    """A block's second norm, of a sum."""
 
     def __init__(self, block: Any, fused: bool) -> None:
         super().__init__()
         self.block, self.fused = block, fused
 
-    def forward(self, x: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
-        if self.fused:
-            return layer_norm.add_norm(self.block, x, attended)
-        total = x + attended
-        return total, self.block.norm2(total)
+    def forward(self, x: Tensor, attended: Tensor) -> Tensor:
+        return layer_norm.add_norm(self.block, x, attended) if self.fused else self.block.norm2(x + attended)
 
 
 @pytest.mark.usefixtures("kernels_anywhere")

@@ -38,8 +38,7 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def test_the_kernel_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, _, weight, bias = problem(shape, dtype)
     with poisoned():
-        total, norm = launch(x, None, weight, bias, EPS)
-    assert total is x
+        norm = launch(x, None, weight, bias, EPS)
     assert (norm.shape, norm.dtype) == (x.shape, dtype)
     assert relative_error(norm, truth(x, weight, bias)) < TOLERANCE[dtype]
 
@@ -51,9 +50,8 @@ def test_the_kernel_norms_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> N
     x, residual, weight, bias = problem(shape, dtype)
     before = x.clone()
     with poisoned():
-        total, norm = launch(x, residual, weight, bias, EPS)
-    assert (norm.shape, norm.dtype, total.dtype) == (x.shape, dtype, dtype)
-    assert torch.equal(total, x + residual)
+        norm = launch(x, residual, weight, bias, EPS)
+    assert (norm.shape, norm.dtype) == (x.shape, dtype)
     assert torch.equal(x, before)
     assert relative_error(norm, truth(x.double() + residual.double(), weight, bias)) < TOLERANCE[dtype]
 
@@ -61,7 +59,7 @@ def test_the_kernel_norms_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> N
 @interpreted
 def test_the_kernel_takes_tokens_in_any_order() -> None:
     x, _, weight, bias = problem((5, 3, 96), torch.float32)
-    _, norm = launch(x.transpose(0, 1), None, weight, bias, EPS)
+    norm = launch(x.transpose(0, 1), None, weight, bias, EPS)
     assert norm.is_contiguous()
     assert relative_error(norm, truth(x.transpose(0, 1), weight, bias)) < 5e-7
 
@@ -69,7 +67,7 @@ def test_the_kernel_takes_tokens_in_any_order() -> None:
 @interpreted
 def test_the_kernel_keeps_a_large_mean_apart() -> None:
     x, _, weight, bias = problem((4, 96), torch.float32)
-    _, norm = launch(x + 1e3, None, weight, bias, EPS)
+    norm = launch(x + 1e3, None, weight, bias, EPS)
     assert relative_error(norm, truth(x + 1e3, weight, bias)) < 1e-4, "the variance is that of the centred row"
 
 
@@ -78,6 +76,5 @@ def test_the_operators_on_a_cpu_are_right(dtype: torch.dtype) -> None:
     x, residual, weight, bias = problem((2, 3, 96), dtype)
     tolerance = 2 * torch.finfo(dtype).eps
     assert relative_error(torch.ops.samopt.layer_norm(x, weight, bias, EPS), truth(x, weight, bias)) < tolerance
-    total, norm = torch.ops.samopt.add_layer_norm(x, residual, weight, bias, EPS)
-    assert torch.equal(total, x + residual)
+    norm = torch.ops.samopt.add_layer_norm(x, residual, weight, bias, EPS)
     assert relative_error(norm, truth(x.double() + residual.double(), weight, bias)) < tolerance

@@ -160,8 +160,7 @@ def test_layer_norm_is_right(width: int, dtype: torch.dtype) -> None:
         return F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-6)
 
     assert relative_error(torch.ops.samopt.layer_norm(x, weight, bias, 1e-6), norm(x)) < TOLERANCE[dtype] / 2
-    total, ours = torch.ops.samopt.add_layer_norm(x, residual, weight, bias, 1e-6)
-    assert torch.equal(total, x + residual)
+    ours = torch.ops.samopt.add_layer_norm(x, residual, weight, bias, 1e-6)
     assert relative_error(ours, norm(x.double() + residual.double())) < TOLERANCE[dtype] / 2
 
 
