@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from samopt.errors import Unsupported
+from samopt.passes.kernels import attention, tuning
 from samopt.passes.kernels.attention import GLOBAL_CANDIDATES, WINDOW_CANDIDATES, Geometry, by_head, launch, reference
 from samopt.passes.kernels.tuning import Config
 from tests.attention_problems import launched, random_tensors, scale_of, truth
@@ -149,3 +151,17 @@ def test_windows_that_fit() -> None:
     assert Geometry(64, 64, 62, 62, 2, 64).unfit() is None
     assert Geometry(200, 100, 200, 100, 2, 64).unfit() is None, "the grid as one window may be of any size"
     assert Geometry(100, 100, 14, 63, 2, 64).unfit() == "its windows of 14x63 tokens are larger than 62x62"
+
+
+def test_where_no_configuration_works_it_runs_without_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(problem: tuning.Problem) -> Config:
+        raise Unsupported(f"no configuration of {problem.kernel} works")
+
+    monkeypatch.setattr(attention, "choose", refuse)
+    geometry = Geometry(7, 5, 5, 3, 2, 32)
+    tensors = random_tensors(geometry, 2, torch.float32)
+    with pytest.warns(
+        UserWarning, match="without its kernels, slowly: no configuration of window_attention works"
+    ):
+        ours = attention._cuda(*tensors, 2, 5, 3, scale_of(geometry))
+    assert relative_error(ours, truth(geometry, tensors)) < TOLERANCE[torch.float32]

@@ -59,6 +59,14 @@ def test_where_none_works_the_reasons_are_told(tuner: Tuner, cache: Path) -> Non
     assert not cache.exists()
 
 
+def test_where_none_worked_none_is_tried_again(tuner: Tuner) -> None:
+    problem = tuner.problem(Candidate(1.0, nothing))
+    for _ in range(2):
+        with pytest.raises(Unsupported, match="no configuration of made_up works"):
+            tuning.choose(problem)
+    assert len(tuner.runs) == 1
+
+
 def test_a_problem_is_tuned_once(tuner: Tuner) -> None:
     first = tuning.choose(tuner.problem())
     tuner.runs.clear()
