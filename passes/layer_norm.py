@@ -16,7 +16,7 @@ from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes.encoder_block import ADD_NORM, encoder_blocks, in_parts
 from samopt.passes.kernels.devices import cannot_run
-from samopt.passes.kernels.layer_norm import NARROWEST, WIDEST, add_layer_norm, layer_norm
+from samopt.passes.kernels.layer_norm import WIDEST, add_layer_norm, layer_norm
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
 from samopt.structure import differs
@@ -24,10 +24,15 @@ from samopt.structure import differs
 
 @dataclass(frozen=True)
 class TritonLayerNorm(Pass):
-    """Rewrites the layer norms of the encoder's blocks, where rows are wider than 1,024, to a Triton kernel.
+    """Rewrites the layer norms of the encoder's blocks, where rows are wide, to a Triton kernel.
 
     The second norm adds the residual on the way. It needs a GPU of compute capability 8.0 or above.
+
+    Attributes:
+        wider_than: narrower rows are left to TorchInductor, which keeps up to 1,024 in registers.
     """
+
+    wider_than: int = 1024
 
     phase: ClassVar[Phase] = Phase.FLOAT
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
@@ -44,7 +49,7 @@ class TritonLayerNorm(Pass):
                 yield found
                 continue
             name, block, _ = found
-            reason = _unfit(block.norm1) or _unfit(block.norm2)
+            reason = self._unfit(block.norm1) or self._unfit(block.norm2)
             yield Skip(name, reason) if reason else Site(name)
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
@@ -54,16 +59,15 @@ class TritonLayerNorm(Pass):
         in_parts(new, **{ADD_NORM: add_norm})
         return new
 
-
-def _unfit(module: nn.Module) -> str | None:
-    if reason := differs(module, "forward", nn.LayerNorm.forward):
-        return reason
-    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or weight.dim() != 1:
-        return "its norms are not over the last dimension alone, with weight and bias"
-    if len(weight) <= NARROWEST:
-        return f"its rows of {len(weight)} are fast as they are: TorchInductor keeps up to {NARROWEST} in registers"
-    return f"its rows of {len(weight)} are wider than {WIDEST}" if len(weight) > WIDEST else None
+    def _unfit(self, module: nn.Module) -> str | None:
+        if reason := differs(module, "forward", nn.LayerNorm.forward):
+            return reason
+        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+        if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or weight.dim() != 1:
+            return "its norms are not over the last dimension alone, with weight and bias"
+        if len(weight) <= self.wider_than:
+            return f"its rows of {len(weight)} are fast as they are: TorchInductor keeps them in registers"
+        return f"its rows of {len(weight)} are wider than {WIDEST}" if len(weight) > WIDEST else None
 
 
 def norm(self: Any, x: Tensor) -> Tensor:

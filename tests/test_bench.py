@@ -19,11 +19,12 @@ import samopt.bench
 import samopt.timing
 from samopt.bench import EncoderBench, Entry, plan, random_model
 from samopt.bench_table import Row
-from samopt.errors import InvalidInput
-from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention
+from samopt.errors import InvalidInput, Unsupported
+from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention, TritonLayerNorm
 from samopt.peers import Build, Peer
 from samopt.recipe import Recipe, Step
 from samopt.timing import Encoder, Timed, timed
+from samopt.tiny import load_tiny
 from tests.models import random_sam
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -181,6 +182,23 @@ def test_a_recipe_that_loses_a_step_is_no_row(bench: EncoderBench, monkeypatch: 
     row = list(bench.rows(plan([recipe], [1], CPU)))[-1]
     assert row.note.startswith("SamoptError: Compile")
     assert "found no C++ compiler" in row.note
+
+
+@pytest.mark.usefixtures("kernels_anywhere")
+def test_narrow_norms_are_verified_like_wide_ones_and_may_be_left_alone(
+    bench: EncoderBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samopt.tiny.load_tiny", lambda: load_tiny(img_size=256))
+    recipe = Recipe([Step(CastDtype()), Step(TritonLayerNorm(1024), required=False), Step(Compile(), required=False)])
+    monkeypatch.setattr(Compile, "requires", refuse)
+    stood = samopt.bench.verified(recipe, CPU)
+    assert stood.steps == recipe.steps[:2], "the pass as it was, not as it was verified"
+    rows = list(bench.rows(plan([stood], [1], CPU)))
+    assert [row.note for row in rows] == [""] * len(rows)
+
+
+def refuse(self: Compile, model: Any) -> None:
+    raise Unsupported("there is no compiler")
 
 
 def test_each_row_starts_without_what_the_last_one_held(bench: EncoderBench) -> None:

@@ -32,7 +32,7 @@ from tests.snapshot import Snapshot
 
 pytestmark = pytest.mark.usefixtures("kernels_anywhere")
 
-KERNEL_PASSES: tuple[Pass, ...] = (TritonAttention(), LinearGELU(), TritonLayerNorm())
+KERNEL_PASSES: tuple[Pass, ...] = (TritonAttention(), LinearGELU(), TritonLayerNorm(0))
 EACH_AND_ALL = pytest.mark.parametrize("passes", [*((pass_,) for pass_ in KERNEL_PASSES), KERNEL_PASSES], ids=str)
 
 
@@ -154,12 +154,12 @@ def test_a_hook_may_change_what_a_projection_gives() -> None:
 
 
 def test_with_the_other_passes_of_attention_in_any_order() -> None:
-    passes = (SDPAttention(), HoistRelPos(), TritonAttention(), TritonLayerNorm(), LinearGELU())
+    passes = (SDPAttention(), HoistRelPos(), TritonAttention(), TritonLayerNorm(0), LinearGELU())
     sam = cast_sam()
     expected = rewritten(sam, passes).image_encoder(random_pixels())
     for order in itertools.permutations(passes):
         assert_bit_equal(rewritten(sam, order).image_encoder(random_pixels()), expected)
-    without = rewritten(sam, (TritonAttention(), TritonLayerNorm(), LinearGELU()))
+    without = rewritten(sam, (TritonAttention(), TritonLayerNorm(0), LinearGELU()))
     assert_bit_equal(without.image_encoder(random_pixels()), expected)
 
 

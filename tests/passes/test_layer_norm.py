@@ -48,7 +48,7 @@ def test_on_a_cpu_it_refuses() -> None:
 
 def test_narrow_norms_are_skips() -> None:
     narrow, wide = random_sam(width=1024, depth=1, heads=16), random_sam(width=1280, depth=1, heads=16)
-    reason = "its rows of 1024 are fast as they are: TorchInductor keeps up to 1024 in registers"
+    reason = "its rows of 1024 are fast as they are: TorchInductor keeps them in registers"
     assert reasons(narrow) == {"image_encoder.blocks.0": reason}
     assert list(TritonLayerNorm().match(wide)) == [Site("image_encoder.blocks.0")]
 

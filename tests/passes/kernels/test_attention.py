@@ -160,8 +160,6 @@ def test_where_no_configuration_works_it_runs_without_the_kernels(monkeypatch: p
     monkeypatch.setattr(attention, "choose", refuse)
     geometry = Geometry(7, 5, 5, 3, 2, 32)
     tensors = random_tensors(geometry, 2, torch.float32)
-    with pytest.warns(
-        UserWarning, match="without its kernels, slowly: no configuration of window_attention works"
-    ):
+    with pytest.warns(UserWarning, match="without its kernels, slowly: no configuration of window_attention works"):
         ours = attention._cuda(*tensors, 2, 5, 3, scale_of(geometry))
     assert relative_error(ours, truth(geometry, tensors)) < TOLERANCE[torch.float32]
