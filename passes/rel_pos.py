@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
-from samopt.passes.kernels.attention import skewed
+from samopt.passes.kernels.attention_reference import skewed
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
 from samopt.structure import encoder_attentions

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes.encoder_block import ATTEND, encoder_blocks, in_parts
-from samopt.passes.kernels.attention import Geometry, attention, problem
+from samopt.passes.kernels.attention import attention
+from samopt.passes.kernels.attention_launch import Geometry
+from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.devices import cannot_run
 from samopt.passes.kernels.tuning import choose
 from samopt.passes.rel_pos import distances

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from segment_anything.modeling.image_encoder import Attention, window_partition, window_unpartition
 from torch import Tensor, nn
 
-from samopt.passes.kernels.attention import Geometry, launch
+from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.tuning import Config
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]  # qkv, padding, rel_pos_h, rel_pos_w

@@ -11,7 +11,7 @@ from torch import Tensor
 import samopt.passes.kernels.attention
 import samopt.passes.kernels.layer_norm
 import samopt.passes.kernels.linear_gelu  # noqa: F401 - each registers its operators
-from samopt.passes.kernels.attention import Geometry
+from samopt.passes.kernels.attention_launch import Geometry
 from tests.attention_problems import random_tensors, scale_of
 
 OPERATORS = ("attention", "layer_norm", "add_layer_norm", "linear_gelu")

@@ -27,6 +27,7 @@ from samopt.passes import (
 )
 from samopt.passes.cuda_graphs import Captured, Cuda
 from samopt.passes.kernels import attention
+from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.tuning import Config
 from samopt.recipe import built_in
 from samopt.samples import scene_samples
@@ -75,9 +76,9 @@ def test_recipes_keep_their_budget(sam: Sam, recipe: str) -> None:
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was launched: attention in "window" or "global", and "gelu" for a product with its activation."""
     launched: list[str] = []
-    launch, product = attention.launch, torch._addmm_activation
+    product = torch._addmm_activation
 
-    def noting_launch(config: Config, geometry: attention.Geometry, *rest: Any) -> Tensor:
+    def noting_launch(config: Config, geometry: Geometry, *rest: Any) -> Tensor:
         launched.append("global" if geometry.is_global else "window")
         return launch(config, geometry, *rest)
 

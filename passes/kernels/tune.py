@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from samopt.passes.kernels import tuning
-from samopt.passes.kernels.attention import Geometry, problem
+from samopt.passes.kernels.attention_launch import Geometry
+from samopt.passes.kernels.attention_problem import problem
 
 # Heads and their dimension: of vit_b, vit_l and vit_h, and of sam_tiny.
 HEADS = ((12, 64), (16, 64), (16, 80), (3, 64))

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from samopt.errors import Unsupported
 from samopt.passes.kernels import attention, tuning
-from samopt.passes.kernels.attention import GLOBAL_CANDIDATES, WINDOW_CANDIDATES, Geometry, by_head, launch, reference
+from samopt.passes.kernels.attention_launch import Geometry, launch
+from samopt.passes.kernels.attention_problem import GLOBAL_CANDIDATES, WINDOW_CANDIDATES, by_head
+from samopt.passes.kernels.attention_reference import reference
 from samopt.passes.kernels.tuning import Config
 from tests.attention_problems import launched, random_tensors, scale_of, truth
 from tests.numerics import relative_error

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from samopt.passes.kernels.attention import Geometry
+from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.tuning import Config
 from tests.attention_problems import Tensors, launched, random_tensors, truth
 from tests.numerics import relative_error

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samopt.passes.kernels import attention, tuning
-from samopt.passes.kernels.attention import Geometry, launch, problem
+from samopt.passes.kernels.attention_launch import Geometry, launch
+from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.tuning import Config
 from tests.attention_problems import Tensors, launched, random_tensors, scale_of, truth
 from tests.numerics import relative_error, tensors

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from samopt.passes.kernels import tuning
-from samopt.passes.kernels.attention import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
+from samopt.passes.kernels.attention_problem import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
 from samopt.passes.kernels.tuning import Config
 from tests.made_up_problem import Candidate, Tuner, right
 

@@ -1,0 +1,210 @@
+"""How the attention kernels are launched: sizes, memory that they share, and their arguments."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from samopt.passes.kernels.tuning import Config
+
+LARGEST_WINDOW = 62  # rows and columns: with two marks, 128 slots
+LOG2E = 1.4426950408889634
+TERMS_BLOCK_M, TERMS_WARPS = 64, 4  # of position_terms: the fastest of six on an H200, by up to a fifth
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a problem: the grid, the window in it, heads and their dimension."""
+
+    H: int
+    W: int
+    rows: int
+    columns: int
+    heads: int
+    D: int
+
+    @property
+    def is_global(self) -> bool:
+        """Whether the window is the grid."""
+        return (self.rows, self.columns) == (self.H, self.W)
+
+    @property
+    def halves(self) -> tuple[int, int]:
+        """The head dimension as two powers of two, the second of which may be 0."""
+        first = 1 << (self.D.bit_length() - 1)
+        return first, self.D - first
+
+    def unfit(self) -> str | None:
+        """Why the kernels cannot take it, or None if they can."""
+        first, second = self.halves
+        if first < 16 or first > 128 or second & (second - 1) or second in range(1, 16):
+            return f"its head dimension {self.D} is not among 16, 32, 48, 64, 80, 96, 128 and the like"
+        if not self.is_global and max(self.rows, self.columns) > LARGEST_WINDOW:
+            return f"its windows of {self.rows}x{self.columns} tokens are larger than {LARGEST_WINDOW}x{LARGEST_WINDOW}"
+        return None
+
+
+@dataclass(frozen=True)
+class Slots:
+    """How the terms of a window's queries are laid out: `h` slots for rows, with two marks, then `w` for columns."""
+
+    h: int
+    w: int
+    total: int
+
+    @classmethod
+    def of(cls, rows: int, columns: int) -> Slots:
+        """The slots for windows of rows x columns."""
+        h, w = _power(rows + 2), _power(columns)
+        return cls(h, w, _power(h + w))
+
+
+def _power(size: int) -> int:
+    """The smallest power of two that is at least `size` and 16, the least a product on matrix units takes."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def launch(
+    config: Config,
+    geometry: Geometry,
+    qkv: Tensor,
+    padding: Tensor,
+    rel_pos_h: Tensor,
+    rel_pos_w: Tensor,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Runs the kernels with a configuration; see `reference` for the arguments."""
+    qkv, padding, rel_pos_h, rel_pos_w = (x.contiguous() for x in (qkv, padding, rel_pos_h, rel_pos_w))
+    if out is None:
+        out = qkv.new_empty((*qkv.shape[:3], qkv.shape[3] // 3))
+    run = _launch_global if geometry.is_global else _launch_windows
+    with torch.cuda.device_of(qkv):  # Triton launches on the current GPU, wherever the tensors are
+        run(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale, out)
+    return out
+
+
+def _launch_global(
+    config: Config,
+    geometry: Geometry,
+    qkv: Tensor,
+    padding: Tensor,
+    rel_pos_h: Tensor,
+    rel_pos_w: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from samopt.passes.kernels.global_attention import global_attention
+
+    B, (H, W), heads, (d1, d2) = qkv.shape[0], (geometry.H, geometry.W), geometry.heads, geometry.halves
+    N = H * W
+    row_terms, column_terms = qkv.new_empty((B, heads, H, N)), qkv.new_empty((B, heads, N, W))
+    _launch_terms(geometry, qkv, padding, rel_pos_h, rel_pos_w, row_terms, column_terms, LOG2E, marks=False)
+    options = config.launch_options()
+    options["BLOCK_N"] = min(options["BLOCK_N"], _power(W))
+    # A step that reaches past the last row gives what it finds there weight 0, which does not undo NaN: so each image
+    # is then launched on its own, with zeros past its end and not the next image.
+    images = B if W % options["BLOCK_N"] == 0 else 1
+    for x, *terms, to in zip(*(each.split(images) for each in (qkv, row_terms, column_terms, out)), strict=True):
+        tokens = x.view(len(x) * N, -1)
+        keys = [TensorDescriptor.from_tensor(tokens, [options["BLOCK_N"], d or d1]) for d in (d1, d2)]
+        global_attention[(-(-N // options["BLOCK_M"]) * heads * len(x),)](
+            x, *keys, *terms, to, H, W, heads, scale, d1, d2,
+            LAZY=qkv.dtype == torch.bfloat16, CHUNKS=-(-W // options["BLOCK_N"]), STAGES=config.num_stages, **options,
+        )  # fmt: skip
+
+
+def _launch_windows(
+    config: Config,
+    geometry: Geometry,
+    qkv: Tensor,
+    padding: Tensor,
+    rel_pos_h: Tensor,
+    rel_pos_w: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from samopt.passes.kernels.window_attention import window_attention
+
+    B, (H, W), heads, (d1, d2) = qkv.shape[0], (geometry.H, geometry.W), geometry.heads, geometry.halves
+    rows, columns = geometry.rows, geometry.columns
+    slots = Slots.of(rows, columns)
+    terms = qkv.new_empty((B, H, W, heads, slots.total))
+    if slots.h + slots.w < slots.total:
+        terms[..., slots.h + slots.w :] = 0
+    to = terms.permute(0, 3, 1, 2, 4).flatten(2, 3)  # [B, heads, H * W, slots]
+    _launch_terms(geometry, qkv, padding, rel_pos_h, rel_pos_w, to, to[..., slots.h :], 1 / scale, marks=True)
+    options = config.launch_options()
+    box_h, box_w = 1 << (rows - 1).bit_length(), _box_width(columns)
+    options["K_ROWS"], options["Q_ROWS"] = (
+        max(least // box_w, min(options[name], box_h), 1) for name, least in (("K_ROWS", 16), ("Q_ROWS", 16))
+    )
+    box_h = max(box_h, options["K_ROWS"])
+    keys = [TensorDescriptor.from_tensor(qkv, [1, options["K_ROWS"], box_w, d or d1]) for d in (d1, d2)]
+    one_hot = marks_of(geometry, box_h, box_w, qkv.dtype, qkv.device)
+    across = -(-W // columns)
+    windows = -(-H // rows) * across
+    window_attention[(B * windows * heads * -(-rows // options["Q_ROWS"]),)](
+        qkv, *keys, padding, terms, one_hot, out, H, W, across, windows, heads, scale, rows, columns,
+        box_h, box_w, slots.total, d1, d2, LAZY=qkv.dtype == torch.bfloat16, STAGES=config.num_stages, **options,
+    )  # fmt: skip
+
+
+def _box_width(columns: int) -> int:
+    return 1 << (columns - 1).bit_length()
+
+
+def _launch_terms(
+    geometry: Geometry,
+    qkv: Tensor,
+    padding: Tensor,
+    rel_pos_h: Tensor,
+    rel_pos_w: Tensor,
+    out_h: Tensor,
+    out_w: Tensor,
+    factor: float,
+    marks: bool,
+) -> None:
+    """Fills `out_h` and `out_w`: of windows [B, heads, tokens, slots]; of the grid [B, heads, rows, tokens], and
+    [B, heads, tokens, columns]."""
+    from samopt.passes.kernels.position_terms import position_terms
+
+    H, W, rows, columns = geometry.H, geometry.W, geometry.rows, geometry.columns
+    strides_h = out_h.stride() if marks else out_h.transpose(2, 3).stride()
+    slots = Slots.of(rows, columns) if marks else Slots(_power(rows), _power(columns), 0)
+    block_m = TERMS_BLOCK_M
+    programs = qkv.shape[0] * geometry.heads * (H * -(-W // block_m) + W * -(-H // block_m))
+    position_terms[(programs,)](
+        qkv, padding, rel_pos_h, rel_pos_w, out_h, out_w, *strides_h, *out_w.stride(), H, W, rows, columns,
+        geometry.heads, factor, *geometry.halves, marks, slots.h, slots.w, block_m, num_warps=TERMS_WARPS,
+    )  # fmt: skip
+
+
+@functools.cache
+def marks_of(geometry: Geometry, box_h: int, box_w: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The one-hot rows of `window_attention`'s keys: [2, 2, box_h * box_w, slots].
+
+    Of key (i, j): 1 in the slot of row i and in that of column j; in the first mark where it is a key outside the
+    grid, for windows at the bottom or right border. What is no key has only the second mark.
+    """
+    rows, columns = geometry.rows, geometry.columns
+    slots = Slots.of(rows, columns)
+    i, j = torch.meshgrid(torch.arange(box_h), torch.arange(box_w), indexing="ij")
+    key = (i < rows) & (j < columns)
+    hot = torch.zeros(2, 2, box_h, box_w, slots.total)
+    hot.scatter_(4, i.clamp(max=rows - 1).expand(2, 2, -1, -1)[..., None], 1.0)
+    hot.scatter_(4, (slots.h + j.clamp(max=columns - 1)).expand(2, 2, -1, -1)[..., None], 1.0)
+    below, beside = i >= (geometry.H % rows or rows), j >= (geometry.W % columns or columns)
+    for bottom in (0, 1):
+        for right in (0, 1):
+            hot[bottom, right, :, :, rows] = (key & (below & bool(bottom) | beside & bool(right))).float()
+    hot[..., ~key, :] = 0
+    hot[..., ~key, rows + 1] = 30000.0
+    return hot.flatten(2, 3).to(device, dtype)
