@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
+from samopt.passes import encoder_block
 from samopt.passes.encoder_block import ATTEND, encoder_blocks, in_parts
 from samopt.passes.kernels.attention import attention
 from samopt.passes.kernels.attention_launch import Geometry
@@ -25,7 +26,7 @@ from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.devices import cannot_run
 from samopt.passes.kernels.tuning import choose
 from samopt.passes.rel_pos import distances
-from samopt.rebind import clone
+from samopt.rebind import clone, mark, marked
 from samopt.result import Site, Skip
 from samopt.structure import differs, encoder_attentions, join
 
@@ -37,8 +38,9 @@ class TritonAttention(Pass):
     """Rewrites the encoder's blocks to attend through Triton kernels, windows and relative positions included.
 
     It needs a GPU of compute capability 8.0 or above, and weights in half precision: apply it after `CastDtype`. The
-    kernels' configuration for this GPU and these shapes is looked up, or sought when the pass runs: that takes up to a
-    minute, once per machine. A block that the kernels do not fit is a Skip: what attends there now, goes on to.
+    kernels' configuration for this GPU and these shapes is looked up, or sought by `match`, in a dry run too: that
+    takes up to a minute, once per machine. A block that the kernels do not fit is a Skip: what attends there now, goes
+    on to. So it does where another module is put in the place of a rewritten block's `attn` or `qkv` later.
     """
 
     phase: ClassVar[Phase] = Phase.FLOAT
@@ -66,7 +68,8 @@ class TritonAttention(Pass):
                 yield _site_or_skip(name, attention[1], grid, block.window_size)
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
-        new = clone(module)
+        new: Any = clone(module)
+        mark(new.attn, new.attn.qkv)
         in_parts(new, **{ATTEND: attend})
         return new
 
@@ -96,6 +99,8 @@ def _site_or_skip(name: str, attn: Any, grid: tuple[int, int] | None, window: in
 def attend(self: Any, x: Tensor) -> Tensor:
     """The block's attention of normed tokens [B, H, W, C]; returns [B, H, W, C]."""
     attn = self.attn
+    if not marked(attn, attn.qkv):  # another module stands in its place now
+        return encoder_block.attend(self, x)
     rows, columns = (self.window_size, self.window_size) if self.window_size else x.shape[1:3]
     qkv, bias = attn.qkv(x), attn.qkv.bias
     padding = qkv.new_zeros(qkv.shape[-1]) if bias is None else bias.to(qkv.dtype)

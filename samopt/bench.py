@@ -122,6 +122,8 @@ def _optimised(recipe: Recipe) -> Build:
             # It stood verification: without it the row is not what it says. Norms may be narrow, and then are fast.
             if step.status != "applied" and not isinstance(given.pass_, TritonLayerNorm):
                 raise SamoptError(f"{step.name} {step.status}: {step.reason}")
+            if step.status == "applied" and step.skipped:
+                raise SamoptError(f"{step.name} left out {step.skipped[0]}")
         yield model.image_encoder
 
     return build

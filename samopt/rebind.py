@@ -17,6 +17,8 @@ from torch import nn
 
 M = TypeVar("M", bound=nn.Module)
 
+MARK = "_samopt_as_checked"  # on a module whose weights a pass reads instead of calling it
+
 
 def clone(module: M) -> M:
     """A copy of `module` with fresh Parameter and buffer objects on the same storage.
@@ -40,13 +42,32 @@ def rebind(module: nn.Module, method: str, function: Callable[..., Any]) -> None
         method: the name that callers use, such as "forward".
         function: importable by name (or itself picklable), so that the module still pickles.
     """
+    _unmark(module, method, function)
     module.__dict__[method] = functools.partial(function, module)
 
 
 def wrap(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
     """Makes `module.method(...)` run `function(inner, module, ...)`, where `inner(...)` is the method as it was."""
+    _unmark(module, method, function)
     inner = module.__dict__.get(method) or functools.partial(getattr(type(module), method), module)
     module.__dict__[method] = functools.partial(function, inner, module)
+
+
+def mark(*modules: nn.Module) -> None:
+    """Says of modules that what they compute was checked, so that a pass's code may read their weights instead of
+    calling them. A module put in their place has no mark, nor has a clone whose forward is bound to foreign code."""
+    for module in modules:
+        module.__dict__[MARK] = True
+
+
+def marked(*modules: nn.Module) -> bool:
+    """Whether all modules still are what was checked."""
+    return all(getattr(module, MARK, False) for module in modules)
+
+
+def _unmark(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
+    if method == "forward" and not function.__module__.startswith("samopt.passes."):
+        module.__dict__.pop(MARK, None)
 
 
 def retarget(contents: dict[str, Any], old: nn.Module, new: nn.Module) -> dict[str, Any]:

@@ -81,6 +81,8 @@ def launch(
     qkv, padding, rel_pos_h, rel_pos_w = (x.contiguous() for x in (qkv, padding, rel_pos_h, rel_pos_w))
     if out is None:
         out = qkv.new_empty((*qkv.shape[:3], qkv.shape[3] // 3))
+    if out.numel() == 0:
+        return out
     run = _launch_global if geometry.is_global else _launch_windows
     with torch.cuda.device_of(qkv):  # Triton launches on the current GPU, wherever the tensors are
         run(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale, out)
@@ -136,6 +138,9 @@ def _launch_windows(
     B, (H, W), heads, (d1, d2) = qkv.shape[0], (geometry.H, geometry.W), geometry.heads, geometry.halves
     rows, columns = geometry.rows, geometry.columns
     slots = Slots.of(rows, columns)
+    below, beside = H % rows, W % columns
+    if (below, beside) == (0, 0):
+        padding = torch.zeros_like(padding)  # no key of it counts: it must not overflow float16 either
     terms = qkv.new_empty((B, H, W, heads, slots.total))
     if slots.h + slots.w < slots.total:
         terms[..., slots.h + slots.w :] = 0
@@ -143,12 +148,11 @@ def _launch_windows(
     _launch_terms(geometry, qkv, padding, rel_pos_h, rel_pos_w, to, to[..., slots.h :], 1 / scale, marks=True)
     options = config.launch_options()
     box_h, box_w = 1 << (rows - 1).bit_length(), _box_width(columns)
-    options["K_ROWS"], options["Q_ROWS"] = (
-        max(least // box_w, min(options[name], box_h), 1) for name, least in (("K_ROWS", 16), ("Q_ROWS", 16))
-    )
+    for rows_of in ("K_ROWS", "Q_ROWS"):  # no fewer than make the 16 tokens that matrix units take
+        options[rows_of] = max(min(options[rows_of], box_h), 16 // box_w, 1)
     box_h = max(box_h, options["K_ROWS"])
     keys = [TensorDescriptor.from_tensor(qkv, [1, options["K_ROWS"], box_w, d or d1]) for d in (d1, d2)]
-    one_hot = marks_of(geometry, box_h, box_w, qkv.dtype, qkv.device)
+    one_hot = marks_of((rows, columns), (below or rows, beside or columns), (box_h, box_w), qkv.dtype, qkv.device)
     across = -(-W // columns)
     windows = -(-H // rows) * across
     window_attention[(B * windows * heads * -(-rows // options["Q_ROWS"]),)](
@@ -188,20 +192,29 @@ def _launch_terms(
 
 
 @functools.cache
-def marks_of(geometry: Geometry, box_h: int, box_w: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The one-hot rows of `window_attention`'s keys: [2, 2, box_h * box_w, slots].
+def marks_of(
+    window: tuple[int, int], last: tuple[int, int], box: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The one-hot rows of `window_attention`'s keys: [2, 2, box rows * box columns, slots].
 
     Of key (i, j): 1 in the slot of row i and in that of column j; in the first mark where it is a key outside the
     grid, for windows at the bottom or right border. What is no key has only the second mark.
+
+    Args:
+        window: rows and columns of a window.
+        last: those inside the grid, of the windows at its bottom and right borders.
+        box: rows and columns of the box of keys around a window.
+        dtype: of the result.
+        device: of the result.
     """
-    rows, columns = geometry.rows, geometry.columns
+    rows, columns = window
     slots = Slots.of(rows, columns)
-    i, j = torch.meshgrid(torch.arange(box_h), torch.arange(box_w), indexing="ij")
+    i, j = torch.meshgrid(torch.arange(box[0]), torch.arange(box[1]), indexing="ij")
     key = (i < rows) & (j < columns)
-    hot = torch.zeros(2, 2, box_h, box_w, slots.total)
+    hot = torch.zeros(2, 2, *box, slots.total)
     hot.scatter_(4, i.clamp(max=rows - 1).expand(2, 2, -1, -1)[..., None], 1.0)
     hot.scatter_(4, (slots.h + j.clamp(max=columns - 1)).expand(2, 2, -1, -1)[..., None], 1.0)
-    below, beside = i >= (geometry.H % rows or rows), j >= (geometry.W % columns or columns)
+    below, beside = i >= last[0], j >= last[1]
     for bottom in (0, 1):
         for right in (0, 1):
             hot[bottom, right, :, :, rows] = (key & (below & bool(bottom) | beside & bool(right))).float()

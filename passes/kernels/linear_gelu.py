@@ -39,4 +39,4 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 @linear_gelu.register_kernel("cuda")
 def _cuda(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
-    return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True).view(*x.shape[:-1], -1)
+    return torch._addmm_activation(bias, rows, weight.t(), use_gelu=True).view(*x.shape[:-1], weight.shape[0])

@@ -3,7 +3,8 @@
 Every candidate computes the given problem before it is timed, and one whose result is off, or that the GPU cannot
 launch (too little shared memory, say), is passed over. What was found is kept in a JSON file in the user's cache
 folder, under a key of GPU, versions, the kernels' source and the problem's shape: a changed kernel is tuned anew.
-Configurations for some GPUs are shipped, in `tuned.json`, made by `python -m samopt.passes.kernels.tune`.
+Configurations for some GPUs are shipped, in `tuned.json`, made by `python -m samopt.passes.kernels.tune`; with other
+versions of torch or Triton than they were made with, each must give the right result first.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton_package
 
 from samopt.errors import Unsupported, first_line
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}  # relative error of a correct result
-KERNELS = ("position_terms", "global_attention", "window_attention")
+KERNELS = ("position_terms", "global_attention", "window_attention", "attention_launch")
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 _found: dict[str, Config | str] = {}  # by key: the configuration, or why there is none
@@ -92,44 +94,62 @@ class Problem:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.kernel}({shape}) {dtype} on {_gpu(self.device)}, source {source_hash()}"
 
+    def versioned_key(self) -> str:
+        """The key, with the versions of torch and Triton."""
+        import triton
+
+        return f"{self.key()}, torch {torch.__version__}, triton {triton.__version__}"
+
 
 def choose(problem: Problem) -> Config:
     """The configuration for a problem: known from before, shipped, or found by trying.
 
     Raises:
-        Unsupported: no candidate gave a right answer on this GPU; the message says why each failed.
+        Unsupported: no candidate gave a right answer on this GPU, and the message says why each failed; or there is
+            no Triton.
     """
-    key = problem.key()
+    if not has_triton_package():
+        raise Unsupported("Triton is not installed")
+    key = problem.versioned_key()
     with _lock:
         if key not in _found:
-            stored = _stored(problem, cache_file(), _versioned(key)) or _stored(problem, SHIPPED, key)
-            _found[key] = stored or _seek(key, problem)
+            _found[key] = _stored(problem, cache_file(), key) or _stored(problem, SHIPPED, key) or _seek(problem)
         found = _found[key]
     if isinstance(found, str):
         raise Unsupported(found)
     return found
 
 
-def _seek(key: str, problem: Problem) -> Config | str:
+def _seek(problem: Problem) -> Config | str:
+    """The fastest right configuration, or why there is none. One shipped for other versions is tried alone first."""
     if torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             f"{problem.kernel} has no configuration for {dict(problem.shape)} yet and none can be sought while a CUDA "
             "graph is captured",
             "run the model once before the capture",
         )
-    try:
-        config = tune(problem)
-    except Unsupported as failure:
-        return failure.reason
-    _write(_versioned(key), config)
-    return config
+    shipped = next((key for key in _read(SHIPPED) if key.startswith(f"{problem.key()}, ")), None)
+    stored = shipped and _stored(problem, SHIPPED, shipped)
+    for candidates in ([stored] if stored else [], problem.candidates):
+        try:
+            config = tune(dataclasses.replace(problem, candidates=candidates))
+        except Unsupported as failure:
+            reason = failure.reason
+        else:
+            _write(problem.versioned_key(), config)
+            return config
+    return reason
 
 
 @torch.no_grad()
 def tune(problem: Problem) -> Config:
     """The fastest of the candidates whose result is right; see `choose` for what it raises."""
-    reference = problem.reference().float()
-    out = problem.output()
+    try:
+        reference, out = problem.reference().float(), problem.output()
+    except torch.OutOfMemoryError as failure:
+        raise Unsupported(
+            f"{problem.kernel} cannot be checked for {dict(problem.shape)}: {first_line(failure)}"
+        ) from None
     best: tuple[float, Config] | None = None
     failures: list[str] = []
     for config in problem.candidates:
@@ -206,12 +226,6 @@ def _gpu(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
 
 
-def _versioned(key: str) -> str:
-    import triton
-
-    return f"{key}, torch {torch.__version__}, triton {triton.__version__}"
-
-
 def _read(file: Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text(encoding="utf-8"))
@@ -244,9 +258,10 @@ def _write(key: str, config: Config) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         entries = {**_read(file), key: _encode(config)}
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".json", delete=False, encoding="utf-8") as new:
-            json.dump(entries, new, indent=1)
-        os.replace(new.name, file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            new = Path(folder) / file.name
+            new.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+            os.replace(new, file)
     except OSError as error:
         warnings.warn(f"tuned configurations are not kept: {first_line(error)}", stacklevel=2)
 

@@ -63,10 +63,10 @@ def test_the_encoders_mlps_are_the_sites() -> None:
 @pytest.mark.usefixtures("kernels_anywhere")
 def test_float32_and_float16_are_told_to_cast_to_bfloat16() -> None:
     sam = random_sam()
-    with pytest.raises(NoSites, match=r"its weights are float32, .* below rounding in bfloat16 only: CastDtype does"):
+    with pytest.raises(NoSites, match=r"its weights are float32, .* lost in bfloat16's rounding only: CastDtype does"):
         LinearGELU()(sam)
     CastDtype("float16")(sam)
-    with pytest.raises(NoSites, match=r"its weights are float16, .* below rounding in bfloat16 only: CastDtype does"):
+    with pytest.raises(NoSites, match=r"its weights are float16, .* lost in bfloat16's rounding only: CastDtype does"):
         LinearGELU()(sam)
 
 

@@ -45,7 +45,7 @@ def configuration(geometry: Geometry, dtype: torch.dtype) -> Config:
     from triton.runtime.errors import OutOfResources
 
     sought = problem(geometry, dtype, torch.device("cuda", torch.cuda.current_device()))
-    if (shipped := tuning._stored(sought, tuning.SHIPPED, sought.key())) is not None:
+    if (shipped := tuning._stored(sought, tuning.SHIPPED, sought.versioned_key())) is not None:
         return shipped
     for config in sought.candidates:
         try:
@@ -186,7 +186,7 @@ def test_the_tuner_finds_a_right_one(case: str, index: int, cache: Path, monkeyp
     few = dataclasses.replace(sought, candidates=sought.candidates[-3:])
     config = tuning.choose(few)
     assert config in few.candidates
-    assert list(json.loads(cache.read_text(encoding="utf-8"))) == [tuning._versioned(few.key())]
+    assert list(json.loads(cache.read_text(encoding="utf-8"))) == [few.versioned_key()]
     assert torch.cuda.get_device_name(device) in few.key()
     given = random_tensors(geometry, 1, dtype, f"cuda:{index}")
     assert relative_error(call(geometry, given), truth(geometry, given)) < TOLERANCE[dtype]

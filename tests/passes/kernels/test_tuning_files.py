@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from samopt.errors import Unsupported
 from samopt.passes.kernels import tuning
 from samopt.passes.kernels.attention_problem import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
 from samopt.passes.kernels.tuning import Config
-from tests.made_up_problem import Candidate, Tuner, right
+from tests.made_up_problem import Candidate, Tuner, off_by, right
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 
@@ -26,7 +29,7 @@ FIRST = {**SECOND, "blocks": [["BLOCK", 0]]}
 
 def key_of(tuner: Tuner) -> str:
     """The key of the made-up problem in the user's file."""
-    return tuning._versioned(tuner.problem(*TWO).key())
+    return tuner.problem(*TWO).versioned_key()
 
 
 def write(file: Path, content: Any) -> None:
@@ -165,30 +168,56 @@ def test_where_the_file_is(place: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_shipped_needs_no_tuning(tuner: Tuner, cache: Path) -> None:
-    write(tuning.SHIPPED, {tuner.problem(*TWO).key(): FIRST})
+    write(tuning.SHIPPED, {key_of(tuner): FIRST})
     assert tuner.chosen(tuner.problem(*TWO)) == 0
     assert tuner.runs == []
     assert not cache.exists()
 
 
 def test_what_was_found_here_comes_before_what_is_shipped(tuner: Tuner, cache: Path) -> None:
-    write(tuning.SHIPPED, {tuner.problem(*TWO).key(): FIRST})
+    write(tuning.SHIPPED, {key_of(tuner): FIRST})
     write(cache, {key_of(tuner): SECOND})
     assert tuner.chosen(tuner.problem(*TWO)) == 1
     assert tuner.runs == []
 
 
 def test_shipped_configurations_of_other_kernels_are_not_taken(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tuning.SHIPPED, {tuner.problem(*TWO).key(): FIRST})
+    write(tuning.SHIPPED, {key_of(tuner): FIRST})
     monkeypatch.setattr(tuning, "source_hash", lambda: "0123456789ab")
     assert tuner.chosen(tuner.problem(*TWO)) == 1
+
+
+@pytest.mark.parametrize(("first", "chosen"), [(right, 0), (off_by(0.1), 1)], ids=["right", "wrong"])
+def test_what_is_shipped_for_other_versions_must_prove_right_and_then_is_fast_enough(
+    tuner: Tuner, cache: Path, first: Callable[[Tensor], object], chosen: int
+) -> None:
+    problem = tuner.problem(Candidate(2.0, first), Candidate(1.0, right))
+    write(tuning.SHIPPED, {f"{problem.key()}, torch 2.0.0, triton 2.0.0": FIRST})
+    assert tuner.chosen(problem) == chosen
+    assert tuner.runs
+    assert read(cache) == {problem.versioned_key(): [FIRST, SECOND][chosen]}
+
+
+def test_without_memory_for_the_check_there_is_no_configuration(tuner: Tuner) -> None:
+    def refuse() -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 17 GiB")
+
+    problem = dataclasses.replace(tuner.problem(), reference=refuse)
+    with pytest.raises(Unsupported, match=r"made_up cannot be checked for .*CUDA out of memory"):
+        tuning.choose(problem)
+
+
+def test_without_triton_there_is_none(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "has_triton_package", lambda: False)
+    with pytest.raises(Unsupported, match="Triton is not installed"):
+        tuning.choose(tuner.problem())
 
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="nothing is shipped")
 def test_the_shipped_file_is_of_these_kernels() -> None:
     candidates = {"global_attention": GLOBAL_CANDIDATES, "window_attention": WINDOW_CANDIDATES}
     for key, entry in read(COMMITTED).items():
-        assert key.endswith(f", source {tuning.source_hash()}"), "run python -m samopt.passes.kernels.tune"
+        assert f", source {tuning.source_hash()}, torch " in key, "run python -m samopt.passes.kernels.tune"
         assert entry in [tuning._encode(config) for config in candidates[key.partition("(")[0]]]
 
 
