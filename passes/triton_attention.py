@@ -99,7 +99,7 @@ def _site_or_skip(name: str, attn: Any, grid: tuple[int, int] | None, window: in
 def attend(self: Any, x: Tensor) -> Tensor:
     """The block's attention of normed tokens [B, H, W, C]; returns [B, H, W, C]."""
     attn = self.attn
-    if not marked(attn, attn.qkv):  # another module stands in its place now
+    if not (marked(attn) and marked(attn.qkv)):  # another module stands in its place now
         return encoder_block.attend(self, x)
     rows, columns = (self.window_size, self.window_size) if self.window_size else x.shape[1:3]
     qkv, bias = attn.qkv(x), attn.qkv.bias

@@ -15,7 +15,7 @@ from segment_anything import sam_model_registry
 from segment_anything.modeling import Sam
 from torch import Tensor
 
-from samopt import InvalidInput, Pass, optimize
+from samopt import InvalidInput, Pass, clone, optimize, rebind
 from samopt.passes import (
     CastDtype,
     Compile,
@@ -26,6 +26,7 @@ from samopt.passes import (
     TritonAttention,
     TritonLayerNorm,
 )
+from samopt.rebind import set_module
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, assert_rounding
 from tests.snapshot import Snapshot
@@ -120,6 +121,54 @@ def test_an_optimised_model_refuses_a_later_cast(passes: tuple[Pass, ...]) -> No
     with pytest.raises(InvalidInput, match="an optimised model keeps its dtypes"):
         ours.half()
     assert_bit_equal(ours.to("cpu").image_encoder(random_pixels()), expected)
+
+
+def zero(self: Any, x: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+class Zero(torch.nn.Module):
+    """In the place of any part that keeps the width of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+def rebound(module: Any) -> Any:
+    """As a pass of the user's own would do it."""
+    new = clone(module)
+    rebind(new, "forward", zero)
+    return new
+
+
+@pytest.mark.parametrize("put", [lambda module: Zero(), rebound], ids=["another module", "a clone, rebound"])
+@pytest.mark.parametrize("part", ["attn", "norm2", "mlp.act"])
+def test_what_is_put_in_a_parts_place_later_is_run(part: str, put: Any) -> None:
+    plain = cast_sam()
+    ours = rewritten(plain)
+    for model in (ours, plain):
+        for block in model.image_encoder.blocks:
+            set_module(block, part, put(block.get_submodule(part)))
+    assert_rounding(plain.image_encoder, ours.image_encoder, [random_pixels().bfloat16()])
+
+
+def test_a_qkv_wrapped_later_is_run_as_in_the_unmodified_model() -> None:
+    class Adapted(torch.nn.Module):
+        """A low-rank adapter around a projection: it has no bias to read."""
+
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) + 1
+
+    plain = cast_sam()
+    ours = rewritten(plain)
+    for model in (ours, plain):
+        for block in model.image_encoder.blocks:
+            block.attn.qkv = Adapted(block.attn.qkv)
+    assert_rounding(plain.image_encoder, ours.image_encoder, [random_pixels().bfloat16()])
 
 
 def test_hooks_fire_once_a_forward_and_see_what_was_there() -> None:
