@@ -72,10 +72,14 @@ def _encode_piece(batches: Batches, parts: Parts, call: Callable[[Tensor], Tenso
 def fill_up(piece: Tensor, size: int) -> Tensor:
     """`piece` [B, 3, H, W] with zero images after it, [size, 3, H, W], contiguous.
 
-    The result is an inference tensor just where `piece` is: for torch.compile these are two kinds of input, and a
-    filled batch is to be of the same kind as a full one.
+    For torch.compile it matters whether an input is an inference tensor and whether it requires a gradient, and a
+    filled batch is to be of the same kind as a full one: the result is an inference tensor just where `piece` is, and
+    requires no gradient where the caller wants none.
     """
-    with torch.inference_mode(piece.is_inference()):
+    wanted = torch.is_grad_enabled()  # leaving inference mode turns gradients on, also within the caller's no_grad
+    with torch.inference_mode(piece.is_inference()), torch.set_grad_enabled(wanted):
+        if piece.requires_grad and not wanted:  # as what `split` gives may, even in no_grad
+            piece = piece.detach()
         if size > len(piece):
             piece = torch.cat([piece, piece.new_zeros(size - len(piece), *piece.shape[1:])])
         return piece.contiguous()

@@ -112,6 +112,30 @@ def test_a_full_piece_is_not_copied() -> None:
     assert fill_up(images, 2) is images
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_filled_batch_requires_a_gradient_only_where_one_is_wanted(size: int, inside: bool) -> None:
+    images = torch.randn(2, 3, 4, 4).requires_grad_()
+    (piece,) = images.split(2)
+    assert fill_up(piece, size).requires_grad
+    with torch.inference_mode(inside), torch.no_grad():
+        (piece,) = images.split(2)
+        pixels = fill_up(piece, size)
+        assert (pixels.requires_grad, pixels.is_inference()) == (False, False)
+        assert not torch.is_grad_enabled()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # as below
+@pytest.mark.parametrize("scope", SCOPES)
+def test_without_gradients_it_does_not_matter_whether_the_images_require_them(scope: Scope) -> None:
+    ours, before = compiled(scope, (4,))
+    images = torch.randn(4, 3, 64, 64)
+    with torch.no_grad():
+        for batch in (images, images.clone().requires_grad_(), images[:3], images[:3].clone().requires_grad_()):
+            assert_same(ours(batch), before(batch))
+    assert compilations() == GRAPHS[scope]
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 def test_an_empty_batch_fails_as_in_the_unmodified_encoder(scope: Scope) -> None:
     ours, before = compiled(scope)
