@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention
 from samopt.passes.batches import Batches, encode, fill_up
 from samopt.passes.cuda_graphs import CudaGraphs
-from samopt.passes.parts import Parts
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, relative_error
 from tests.stand_in import StandIn
@@ -318,18 +317,13 @@ def test_copies_share_no_graphs(scope: Scope, on_stand_in: StandIn) -> None:
     assert on_stand_in.captured == [1, 1]
 
 
-def test_parts_list_weights_hooks_and_modules() -> None:
-    module = nn.Sequential(nn.Linear(2, 3, bias=False), nn.BatchNorm1d(3))
-    parts = Parts(module)
-    assert {id(tensor) for tensor in parts.tensors()} == {
-        id(tensor) for tensor in (*module.parameters(), *module.buffers())
-    }
-    assert parts.addresses() == [tensor.data_ptr() for tensor in parts.tensors()]
-    assert not parts.hooked()
-    handle = module[1].register_forward_pre_hook(lambda *_: None)
-    assert parts.hooked()
-    handle.remove()
-    assert not parts.hooked()
-    assert parts.current()
-    module.append(nn.ReLU())
-    assert not parts.current()
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_weight_that_is_taken_away_is_captured_anew(scope: Scope, on_stand_in: StandIn) -> None:
+    sam: Any = random_sam()
+    Compile(scope, cuda_graphs=True)(sam)
+    pixels = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        before = sam.image_encoder(pixels)
+        sam.image_encoder.blocks[1].mlp.lin2.bias = None
+        assert relative_error(sam.image_encoder(pixels), before) > 1e-4
+    assert on_stand_in.captured == [1, 1]
