@@ -52,7 +52,9 @@ class Compile(Pass):
             "auto" where the model is on a GPU when the pass runs. Where gradients are wanted, under autocast, and
             inside a capture of the caller's own, it runs without. Features are copied out of the graph's buffers:
             those of one image do not change when the next is encoded. Threads and streams may share the model; they
-            take turns. Weights may be loaded or moved.
+            take turns. Weights may be loaded, moved or replaced, and modules and hooks put in or taken out. Other
+            changes of an encoder that was captured, as a forward that is bound anew or a norm's `eps`, are not seen:
+            undo Compile and apply it again.
         recompile_limit: compilations allowed for one piece of code, all models of the process together.
     """
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from samopt.errors import SamoptError
+from samopt.errors import SamoptError, first_line
 from samopt.passes.parts import Parts
 
 WARM_UPS = 2  # the first call compiles and tunes kernels, the second allocates as every later one will
@@ -76,7 +76,8 @@ class CudaGraphs:
         """Returns the first `count` of `call(pixels)`, as a tensor that no later replay overwrites.
 
         Args:
-            pixels: [B, 3, H, W], contiguous. Another shape, dtype, device or grad mode than before is captured first.
+            pixels: [B, 3, H, W], contiguous. Another shape, dtype, device, grad mode or global setting than before is
+                captured first.
             count: of images, up to B.
             parts: of the encoder that `call` runs.
             call: captured where it was not; it may compile.
@@ -84,8 +85,7 @@ class CudaGraphs:
         Raises:
             SamoptError: `call` does something that cannot be captured.
         """
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        key = (pixels.shape, pixels.dtype, pixels.device, *modes)
+        key = (pixels.shape, pixels.dtype, pixels.device, *_modes())
         with self._lock:
             self._forget_if_moved(parts)
             if (graph := self._graphs.get(key)) is None:
@@ -101,6 +101,21 @@ class CudaGraphs:
             self._device.reset()
             self._graphs.clear()
             self._parts, self._addresses = parts, addresses
+
+
+def _modes() -> tuple[Any, ...]:
+    """The settings on which it depends what kernels a call launches, and what kind of tensor it returns.
+
+    The precisions follow both of PyTorch's interfaces; its older getters raise where the newer one was used.
+    """
+    cudnn: Any = torch.backends.cudnn  # replaced at import by an object with more than its module has
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.backends.cuda.matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
+        torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 class Cuda:
@@ -141,8 +156,8 @@ class Cuda:
                 return call(buffer)
         except RuntimeError as error:
             raise SamoptError(
-                f"the image encoder cannot be captured as a CUDA graph: {str(error).strip().partition(chr(10))[0]}; "
-                "apply HoistRelPos before Compile, or leave cuda_graphs out"
+                f"the image encoder cannot be captured as a CUDA graph: {first_line(error)}; leave cuda_graphs out, "
+                "or, if the cause is that position tables are indexed at every call, apply HoistRelPos before Compile"
             ) from error
 
     @contextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from samopt.errors import SamoptError
 from samopt.passes.cuda_graphs import Cuda, CudaGraphs
 from samopt.passes.parts import Parts
 from tests.numerics import assert_bit_equal
@@ -116,6 +120,53 @@ def test_a_failed_capture_leaves_no_graph(model: Model, monkeypatch: pytest.Monk
     with pytest.raises(RuntimeError, match="not permitted"):
         model.graphs.replay(pixels, 1, model.parts, fail)
     assert_bit_equal(model(pixels), model.layer(pixels))
+
+
+CUDNN: Any = torch.backends.cudnn
+SETTINGS: dict[str, Callable[[], None]] = {
+    "matmul": lambda: torch.set_float32_matmul_precision("high"),
+    "matmul, anew": lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "convolution": lambda: setattr(CUDNN, "allow_tf32", False),
+    "convolution, anew": lambda: setattr(CUDNN.conv, "fp32_precision", "ieee"),
+    "deterministic": lambda: torch.use_deterministic_algorithms(True),
+}
+
+
+@pytest.fixture
+def settings() -> Iterator[None]:
+    """Puts back what a test sets."""
+    matmul, convolution = torch.backends.cuda.matmul, CUDNN.conv
+    before = matmul.fp32_precision, convolution.fp32_precision
+    yield
+    torch.set_float32_matmul_precision("highest")
+    matmul.fp32_precision, convolution.fp32_precision = before
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_that_chooses_other_kernels_is_captured_anew(model: Model, setting: str) -> None:
+    pixels = torch.randn(1, 3, 2, 4)
+    model(pixels)
+    SETTINGS[setting]()
+    for _ in range(2):
+        model(pixels)
+    assert model.device.captured == [1, 1]
+    assert model.device.resets == 1, "the other graphs stay"
+
+
+def test_a_failed_capture_says_what_failed_and_only_then_a_possible_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(pixels: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    with pytest.raises(SamoptError) as error:
+        Cuda()._record(cast(torch.cuda.CUDAGraph, None), fail, torch.zeros(1))
+    assert str(error.value) == (
+        "the image encoder cannot be captured as a CUDA graph: OutOfMemoryError: CUDA out of memory. Tried to allocate "
+        "2 GiB; leave cuda_graphs out, or, if the cause is that position tables are indexed at every call, apply "
+        "HoistRelPos before Compile"
+    )
 
 
 def test_a_cpu_takes_no_graphs() -> None:
