@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from samopt.errors import AccuracyError, InvalidInput, SamoptError
+from samopt.errors import AccuracyError, InvalidInput, SamoptError, first_line
 
 if TYPE_CHECKING:
     import torch
@@ -260,8 +260,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InvalidInput(f"device {name!r} cannot be used here ({reason}); try --device cpu") from error
+        raise InvalidInput(f"device {name!r} cannot be used here ({first_line(error)}); try --device cpu") from error
     return device
 
 
