@@ -89,6 +89,26 @@ def test_weights_elsewhere_throw_all_graphs_away(model: Model) -> None:
     assert model.device.captured == [2, 1, 2, 1, 2]
 
 
+REPLACED: dict[str, Callable[[nn.Linear, Tensor], None]] = {
+    "a new parameter": lambda layer, weight: setattr(layer, "weight", nn.Parameter(weight, requires_grad=False)),
+    "new data": lambda layer, weight: setattr(layer.weight, "data", weight),
+}
+
+
+@pytest.mark.parametrize("replace", REPLACED)
+def test_a_replaced_weight_would_be_stale_if_nobody_looked(
+    model: Model, replace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels, weight = torch.randn(1, 3, 2, 4), torch.randn(4, 4)
+    with monkeypatch.context() as nobody_looks:
+        nobody_looks.setattr(CudaGraphs, "_forget_if_moved", lambda *_: None)
+        before = model(pixels)
+        REPLACED[replace](model.layer, weight)
+        assert_bit_equal(model(pixels), before)
+    assert_bit_equal(model(pixels), nn.functional.linear(pixels, weight, model.layer.bias))
+    assert model.device.captured == [1, 1]
+
+
 def test_no_graph_where_gradients_are_wanted_or_nothing_can_be_captured(model: Model) -> None:
     pixels = torch.randn(1, 3, 2, 4)
     assert model.graphs.may_stand_for(pixels, model.parts)
