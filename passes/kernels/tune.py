@@ -1,40 +1,78 @@
 """Finds configurations for Meta's models on this GPU: `python -m samopt.passes.kernels.tune [FILE]`.
 
 They are added to FILE, by default to the `tuned.json` that samopt ships. What was tuned for other source of the kernels
-is dropped from it.
+is dropped from it. Each is written as it is found; where none works, that is told, and the others are still sought.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import itertools
 import json
-import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from samopt.errors import Unsupported, first_line
 from samopt.passes.kernels import tuning
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
+from samopt.passes.kernels.devices import cannot_run
+from samopt.passes.kernels.tuning import Problem
 
 # Heads and their dimension: of vit_b, vit_l and vit_h, and of sam_tiny.
 HEADS = ((12, 64), (16, 64), (16, 80), (3, 64))
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Tunes each geometry and writes the file."""
-    file = Path(sys.argv[1]) if len(sys.argv) > 1 else tuning.SHIPPED
+    parser = argparse.ArgumentParser("python -m samopt.passes.kernels.tune", description=(__doc__ or "").split(":")[0])
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=tuning.SHIPPED, help="JSON file to add to; by default samopt's own"
+    )
+    file: Path = parser.parse_args(arguments).file
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if reason := cannot_run(device):
+        parser.error(f"nothing can be tuned here: {reason}")
+    try:
+        entries = read(file)
+    except (OSError, ValueError) as error:
+        parser.error(f"{file} cannot be added to: {first_line(error)}")
+    for sought in problems(device):
+        try:
+            config = tuning.tune(sought)
+        except Unsupported as error:
+            print(f"{sought.key()}: {error}", flush=True)
+            continue
+        entries[sought.key()] = dataclasses.asdict(config)
+        write(file, entries)
+        print(f"{sought.key()}: {config}", flush=True)
+
+
+def problems(device: torch.device) -> Iterator[Problem]:
+    """What Meta's models need on `device`."""
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    for (heads, dimension), window, dtype in itertools.product(HEADS, (64, 14), (torch.bfloat16, torch.float16)):
+        yield problem(Geometry(64, 64, window, window, heads, dimension), dtype, device)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The file's entries for the kernels as they are; ValueError where it is not a file of entries."""
     old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    entries = {key: value for key, value in old.items() if key.endswith(f"source {tuning.source_hash()}")}
-    device = torch.device("cuda", torch.cuda.current_device())
-    for heads, dimension in HEADS:
-        for window in (64, 14):
-            for dtype in (torch.bfloat16, torch.float16):
-                sought = problem(Geometry(64, 64, window, window, heads, dimension), dtype, device)
-                config = tuning.tune(sought)
-                entries[sought.key()] = dataclasses.asdict(config)
-                print(f"{sought.key()}: {config}")
-    file.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    if not isinstance(old, dict):
+        raise ValueError("it holds no entries")
+    return {key: value for key, value in old.items() if key.endswith(f"source {tuning.source_hash()}")}
+
+
+def write(file: Path, entries: dict[str, Any]) -> None:
+    """Replaces the file at once, so that an interruption leaves the old or the new one."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    new.replace(file)
 
 
 if __name__ == "__main__":
