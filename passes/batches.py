@@ -40,7 +40,7 @@ class Batches:
 def encode(batches: Batches, encoder: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Calls an image encoder on a batch of any size.
 
-    A hook sees what it sees in the unmodified model: with one anywhere in the encoder, the batch stays whole and no
+    A hook is called as in the unmodified model: with one anywhere in the encoder, the batch stays whole and no
     CUDA graph is replayed, as that would pass the hook by. An empty batch is none that SAM's encoder takes: its own
     error is raised.
 

@@ -40,7 +40,7 @@ class Compile(Pass):
     A deep copy or an unpickled model is not compiled (PyTorch drops it): apply `Compile()` to it again.
 
     An encoder whose own code is not SAM's is compiled, and takes its batches as they come, without CUDA graphs. So
-    does one with hooks, in it or in its modules, as long as it has them: they see what they see in the unmodified
+    does one with hooks, in it or in its modules, as long as it has them: they are called as in the unmodified
     model.
 
     Attributes:

@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Unsupported as error:
             print(f"{sought.key()}: {error}", flush=True)
             continue
-        entries[sought.key()] = dataclasses.asdict(config)
+        entries[sought.versioned_key()] = dataclasses.asdict(config)
         write(file, entries)
         print(f"{sought.key()}: {config}", flush=True)
 
@@ -65,7 +65,7 @@ def read(file: Path) -> dict[str, Any]:
     old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if not isinstance(old, dict):
         raise ValueError("it holds no entries")
-    return {key: value for key, value in old.items() if key.endswith(f"source {tuning.source_hash()}")}
+    return {key: value for key, value in old.items() if f", source {tuning.source_hash()}, " in key}
 
 
 def write(file: Path, entries: dict[str, Any]) -> None:

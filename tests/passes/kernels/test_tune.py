@@ -29,8 +29,11 @@ def entries(file: Path) -> list[str]:
 
 
 def test_every_geometry_is_added_and_what_is_stale_is_dropped(file: Path) -> None:
-    kept = f"kernel(N=1) float16 on A100, source {tuning.source_hash()}"
-    file.write_text(json.dumps({kept: {}, "kernel(N=1) float16 on A100, source 0123": {}}), encoding="utf-8")
+    kept = f"kernel(N=1) float16 on A100, source {tuning.source_hash()}, torch 2.11.0, triton 3.6.0"
+    file.write_text(
+        json.dumps({kept: {}, "kernel(N=1) float16 on A100, source 0123, torch 2.11.0, triton 3.6.0": {}}),
+        encoding="utf-8",
+    )
     tune.main([str(file)])
     assert len(entries(file)) == COUNT + 1
     assert entries(file)[0] == kept
@@ -49,7 +52,7 @@ def test_an_interruption_loses_nothing(file: Path, monkeypatch: pytest.MonkeyPat
     def interrupted(problem: Problem) -> Config:
         if len(found) == 3:
             raise KeyboardInterrupt
-        found.append(problem.key())
+        found.append(problem.versioned_key())
         return problem.candidates[0]
 
     monkeypatch.setattr(tuning, "tune", interrupted)

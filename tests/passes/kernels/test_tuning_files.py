@@ -219,26 +219,3 @@ def test_the_shipped_file_is_of_these_kernels() -> None:
     for key, entry in read(COMMITTED).items():
         assert f", source {tuning.source_hash()}, torch " in key, "run python -m samopt.passes.kernels.tune"
         assert entry in [tuning._encode(config) for config in candidates[key.partition("(")[0]]]
-
-
-def test_the_tuning_command_adds_what_it_finds_and_drops_what_is_stale(
-    tuner: Tuner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from samopt.passes.kernels import tune
-
-    file = tmp_path / "tuned.json"
-    kept, stale = f"kernel() on another GPU, source {tuning.source_hash()}", "kernel() on a GPU, source 0123456789ab"
-    write(file, {kept: FIRST, stale: SECOND})
-    first: Callable[[tuning.Problem], Config] = lambda problem: problem.candidates[0]  # noqa: E731
-    monkeypatch.setattr(tuning, "tune", first)
-    monkeypatch.setattr(tuning, "_gpu", lambda device: str(device))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr("sys.argv", ["tune", str(file)])
-    tune.main()
-    found = read(file)
-    assert found.pop(kept) == FIRST
-    assert stale not in found
-    assert len(found) == 2 * 2 * len(tune.HEADS) == len(capsys.readouterr().out.splitlines())
-    assert found[
-        f"window_attention(H=64,W=64,rows=14,columns=14,heads=12,D=64) float16 on cuda:0, source {tuning.source_hash()}"
-    ] == tuning._encode(WINDOW_CANDIDATES[0])
