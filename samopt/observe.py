@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from samopt.errors import InvalidInput
+from samopt.precision import tf32_convolutions
 from samopt.prompts import PromptBatch
 from samopt.samples import Sample
 
@@ -150,9 +151,7 @@ def _bytes(model: nn.Module) -> int:
 
 @contextmanager
 def _full_float32(device: torch.device) -> Iterator[None]:
-    cudnn = torch.backends.cudnn
-    kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
-    with torch.autocast(device.type, enabled=False), cudnn.flags(**kept, allow_tf32=False):
+    with torch.autocast(device.type, enabled=False), tf32_convolutions(False):
         yield
 
 

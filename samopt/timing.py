@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from samopt.precision import tf32_convolutions
+
 Encoder = Callable[[Tensor], Tensor]  # pixels [B, 3, H, W] to an embedding [B, C, h, w]
 
 REPEATS, SECONDS = 20, 3.0  # timed calls: this many, or as many as fit, but at least 3
@@ -100,14 +102,13 @@ def _cuda_seconds(call: Callable[[], Any]) -> float:
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
     """Allows or forbids TF32 in float32 matrix products and convolutions. PyTorch's default is one of each."""
-    precision, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = allowed
     try:
-        yield
+        with tf32_convolutions(allowed):
+            yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def encoder_tflop(encoder: Any) -> float:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from samopt.errors import InvalidInput, SamoptError
+from samopt.precision import tf32_convolutions
 
 from .evaluate import FIRST_SEED, evaluate
 from .model import RECORD, WEIGHTS, check_size, load_weights
@@ -85,9 +86,8 @@ def _write_record(trainer: Trainer, scores: dict[str, Any]) -> None:
 def _check_forward(device: torch.device) -> None:
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    allowed, torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.allow_tf32, False
-    error = forward_error(device)
-    torch.backends.cudnn.allow_tf32 = allowed
+    with tf32_convolutions(False):
+        error = forward_error(device)
     torch.set_float32_matmul_precision(precision)
     print(f"training arithmetic against segment_anything's: relative error {error:.1e}", flush=True)
     if not error < FORWARD_TOLERANCE:

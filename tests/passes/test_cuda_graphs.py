@@ -155,11 +155,11 @@ SETTINGS: dict[str, Callable[[], None]] = {
 @pytest.fixture
 def settings() -> Iterator[None]:
     """Puts back what a test sets."""
-    matmul, convolution = torch.backends.cuda.matmul, CUDNN.conv
-    before = matmul.fp32_precision, convolution.fp32_precision
+    matmul, before = torch.backends.cuda.matmul.fp32_precision, CUDNN.allow_tf32
     yield
     torch.set_float32_matmul_precision("highest")
-    matmul.fp32_precision, convolution.fp32_precision = before
+    torch.backends.cuda.matmul.fp32_precision = matmul
+    CUDNN.allow_tf32 = before  # and with it what the newer interface says
     torch.use_deterministic_algorithms(False)
 
 
