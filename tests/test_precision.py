@@ -31,6 +31,7 @@ def test_it_is_switched_and_put_back(before: bool, allowed: bool) -> None:
 
 @pytest.mark.parametrize("allowed", [True, False])
 def test_callers_may_use_the_newer_interface(allowed: bool) -> None:
+    CUDNN.allow_tf32 = True
     CUDNN.conv.fp32_precision = "ieee"
     with pytest.raises(RuntimeError, match="mix of the legacy and new"):
         _ = CUDNN.allow_tf32
