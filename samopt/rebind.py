@@ -66,8 +66,14 @@ def marked(*modules: nn.Module) -> bool:
 
 
 def _unmark(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
-    if method == "forward" and not function.__module__.startswith("samopt.passes."):
+    if method == "forward" and not of_a_pass(function):
         module.__dict__.pop(MARK, None)
+
+
+def of_a_pass(function: Any) -> bool:
+    """Whether a function, or what a partial or a bound method calls, is code of samopt's own passes."""
+    function = getattr(function, "func", getattr(function, "__func__", function))
+    return getattr(function, "__module__", "").startswith("samopt.passes.")
 
 
 def retarget(contents: dict[str, Any], old: nn.Module, new: nn.Module) -> dict[str, Any]:

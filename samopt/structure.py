@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from samopt.errors import InvalidInput
+from samopt.rebind import of_a_pass
 from samopt.result import Skip
 
 PARTS = ("image_encoder", "prompt_encoder", "mask_decoder")
@@ -138,10 +139,9 @@ def differs(module: nn.Module, method: str, known: Callable[..., Any]) -> str | 
         ("segment_anything", "torch")
     ):
         return f"segment_anything's own {method} was replaced in this process, by {known.__qualname__}"
-    if bound := vars(module).get(method):
-        function = getattr(bound, "func", getattr(bound, "__func__", None))
-        if not getattr(function, "__module__", "").startswith("samopt.passes."):
-            return f"its {method} was replaced on this module"
+    bound = vars(module).get(method)
+    if bound and not of_a_pass(bound):
+        return f"its {method} was replaced on this module"
     function = getattr(type(module), method, None)
     if not isinstance(function, types.FunctionType) or not same_code(function, known):
         return f"its {method} is not the code of segment_anything's {known.__qualname__}"

@@ -7,12 +7,9 @@ is dropped from it. Each is written as it is found; where none works, that is to
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,7 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if reason := cannot_run(device):
         parser.error(f"nothing can be tuned here: {reason}")
     try:
-        entries = read(file)
+        entries = {
+            key: value for key, value in tuning.read(file).items() if f", source {tuning.source_hash()}, " in key
+        }
     except (OSError, ValueError) as error:
         parser.error(f"{file} cannot be added to: {first_line(error)}")
     for sought in problems(device):
@@ -47,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         except Unsupported as error:
             print(f"{sought.key()}: {error}", flush=True)
             continue
-        entries[sought.versioned_key()] = dataclasses.asdict(config)
-        write(file, entries)
+        entries[sought.versioned_key()] = tuning.encode(config)
+        tuning.write(file, entries)
         print(f"{sought.key()}: {config}", flush=True)
 
 
@@ -58,21 +57,6 @@ def problems(device: torch.device) -> Iterator[Problem]:
         device = torch.device("cuda", torch.cuda.current_device())
     for (heads, dimension), window, dtype in itertools.product(HEADS, (64, 14), (torch.bfloat16, torch.float16)):
         yield problem(Geometry(64, 64, window, window, heads, dimension), dtype, device)
-
-
-def read(file: Path) -> dict[str, Any]:
-    """The file's entries for the kernels as they are; ValueError where it is not a file of entries."""
-    old = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if not isinstance(old, dict):
-        raise ValueError("it holds no entries")
-    return {key: value for key, value in old.items() if f", source {tuning.source_hash()}, " in key}
-
-
-def write(file: Path, entries: dict[str, Any]) -> None:
-    """Replaces the file at once, so that an interruption leaves the old or the new one."""
-    new = file.with_name(f"{file.name}.new")
-    new.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    new.replace(file)
 
 
 if __name__ == "__main__":

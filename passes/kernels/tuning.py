@@ -136,7 +136,7 @@ def _seek(problem: Problem) -> Config | str:
         except Unsupported as failure:
             reason = failure.reason
         else:
-            _write(problem.versioned_key(), config)
+            _keep(problem.versioned_key(), config)
             return config
     return reason
 
@@ -226,18 +226,31 @@ def _gpu(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} ({major}.{minor})"
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        stored = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+def read(file: Path) -> dict[str, Any]:
+    """The entries of a file, none where there is no file; OSError or ValueError where they cannot be read."""
+    if not file.exists():
         return {}
+    entries = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(entries, dict):
+        raise ValueError("it holds no entries")
+    return entries
+
+
+def write(file: Path, entries: dict[str, Any]) -> None:
+    """Replaces a file at once, so that an interruption leaves the old or the new one."""
+    with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+        new = Path(folder) / file.name
+        new.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+        os.replace(new, file)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """The entries of a file; one that cannot be read costs a warning, not the run."""
+    try:
+        return read(file)
     except (OSError, ValueError) as error:
         warnings.warn(f"{file} is ignored: {first_line(error)}", stacklevel=1)
         return {}
-    if not isinstance(stored, dict):
-        warnings.warn(f"{file} is ignored: it holds no entries", stacklevel=1)
-        return {}
-    return stored
 
 
 def _stored(problem: Problem, file: Path, key: str) -> Config | None:
@@ -246,26 +259,22 @@ def _stored(problem: Problem, file: Path, key: str) -> Config | None:
     if key not in entries:
         return None
     for config in problem.candidates:
-        if entries[key] == _encode(config):
+        if entries[key] == encode(config):
             return config
     warnings.warn(f"{file}: what it has for {key} is ignored, as it is no candidate", stacklevel=1)
     return None
 
 
-def _write(key: str, config: Config) -> None:
-    """Adds an entry to the cache file, atomically; a folder that cannot be written costs a warning, not the run."""
+def _keep(key: str, config: Config) -> None:
+    """Adds an entry to the cache file; a folder that cannot be written costs a warning, not the run."""
     file = cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        entries = {**_read(file), key: _encode(config)}
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            new = Path(folder) / file.name
-            new.write_text(json.dumps(entries, indent=1), encoding="utf-8")
-            os.replace(new, file)
+        write(file, {**_read(file), key: encode(config)})
     except OSError as error:
         warnings.warn(f"tuned configurations are not kept: {first_line(error)}", stacklevel=2)
 
 
-def _encode(config: Config) -> dict[str, Any]:
+def encode(config: Config) -> dict[str, Any]:
     """A configuration as JSON gives it back."""
     return {**dataclasses.asdict(config), "blocks": [list(block) for block in config.blocks]}

@@ -143,9 +143,9 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(
 def test_writers_at_once_leave_a_whole_file(cache: Path) -> None:
     def write_some(writer: int) -> None:
         for entry in range(20):
-            tuning._write(f"{writer}, {entry}", Config.of(BLOCK=entry))
+            tuning._keep(f"{writer}, {entry}", Config.of(BLOCK=entry))
 
-    tuning._write("first", Config.of())
+    tuning._keep("first", Config.of())
     with ThreadPoolExecutor(2) as pool:
         writers = [pool.submit(write_some, writer) for writer in range(2)]
         while not all(writer.done() for writer in writers):
@@ -218,4 +218,4 @@ def test_the_shipped_file_is_of_these_kernels() -> None:
     candidates = {"global_attention": GLOBAL_CANDIDATES, "window_attention": WINDOW_CANDIDATES}
     for key, entry in read(COMMITTED).items():
         assert f", source {tuning.source_hash()}, torch " in key, "run python -m samopt.passes.kernels.tune"
-        assert entry in [tuning._encode(config) for config in candidates[key.partition("(")[0]]]
+        assert entry in [tuning.encode(config) for config in candidates[key.partition("(")[0]]]
