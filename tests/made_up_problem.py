@@ -81,6 +81,7 @@ class Tuner:
             shape,
             dtype,
             torch.device("cpu"),
+            sources=("tuning",),
             candidates=tuple(known),
             output=lambda: torch.empty_like(ANSWER),
             run=run,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from samopt.errors import Unsupported
-from samopt.passes.kernels.attention_launch import Geometry, launch
+from samopt.passes.kernels.attention_launch import Geometry, empty_like, launch
 from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.attention_reference import reference
 from samopt.passes.kernels.tuning import choose
@@ -30,8 +30,9 @@ def _fake(
     rows: int,
     columns: int,
     scale: float,
+    out_scale: Tensor | None = None,
 ) -> Tensor:
-    return qkv.new_empty((*qkv.shape[:3], qkv.shape[3] // 3))
+    return empty_like(qkv, out_scale)
 
 
 @attention.register_kernel("cuda")
@@ -44,6 +45,7 @@ def _cuda(
     rows: int,
     columns: int,
     scale: float,
+    out_scale: Tensor | None = None,
 ) -> Tensor:
     _, H, W, channels = qkv.shape
     geometry = Geometry(H, W, rows, columns, heads, channels // 3 // heads)
@@ -51,5 +53,5 @@ def _cuda(
         config = choose(problem(geometry, qkv.dtype, qkv.device))
     except Unsupported as failure:  # a model moved to another GPU, or an image of another size than the pass saw
         warnings.warn(f"attention runs without its kernels, slowly: {failure}", stacklevel=1)
-        return reference(qkv, padding, rel_pos_h, rel_pos_w, heads, rows, columns, scale)
-    return launch(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale)
+        return reference(qkv, padding, rel_pos_h, rel_pos_w, heads, rows, columns, scale, out_scale)
+    return launch(config, geometry, qkv, padding, rel_pos_h, rel_pos_w, scale, out_scale=out_scale)

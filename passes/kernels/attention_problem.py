@@ -11,6 +11,7 @@ from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.attention_reference import reference
 from samopt.passes.kernels.tuning import Config, Problem
 
+SOURCES = ("arithmetic", "position_terms", "global_attention", "window_attention", "attention_launch")
 # A pipeline of at least two stages: with one, Triton 3.6 reads windows of two-part heads from outside shared memory.
 GLOBAL_CANDIDATES = (
     Config.of(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
@@ -37,6 +38,7 @@ WINDOW_CANDIDATES = (
     Config.of(Q_ROWS=16, K_ROWS=4, num_warps=8, num_stages=2),
     Config.of(Q_ROWS=4, K_ROWS=2, num_warps=4, num_stages=2),
     Config.of(Q_ROWS=4, K_ROWS=2, num_warps=4, num_stages=3),
+    Config.of(Q_ROWS=4, K_ROWS=2, num_warps=4, num_stages=3, maxnreg=96),
     Config.of(Q_ROWS=8, K_ROWS=2, num_warps=4, num_stages=3),
     Config.of(Q_ROWS=8, K_ROWS=2, num_warps=8, num_stages=3),
 )
@@ -67,6 +69,7 @@ def problem(geometry: Geometry, dtype: torch.dtype, device: torch.device, batch:
         shape=tuple(vars(geometry).items()),
         dtype=dtype,
         device=device,
+        sources=SOURCES,
         candidates=GLOBAL_CANDIDATES if geometry.is_global else WINDOW_CANDIDATES,
         output=lambda: torch.empty(shape, dtype=dtype, device=device),
         run=lambda config, out: launch(config, geometry, *inputs(), scale, out),

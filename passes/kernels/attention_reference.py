@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from samopt.passes.kernels.quantized_rows import saturated
+
 
 def reference(
     qkv: Tensor,
@@ -16,6 +18,7 @@ def reference(
     rows: int,
     columns: int,
     scale: float,
+    out_scale: Tensor | None = None,
 ) -> Tensor:
     """Attention within windows of a token grid, with decomposed relative positions (MViTv2, arXiv:2112.01526, eq. 4).
 
@@ -33,6 +36,8 @@ def reference(
         rows: height of a window in tokens; of the grid for global attention.
         columns: its width.
         scale: of q.k; the positions are added unscaled.
+        out_scale: a float32 number on the device, by which the result is divided to be rounded to float8_e4m3fn; what
+            is larger than its 448 becomes 448. None leaves the result in the dtype of `qkv`.
 
     Returns:
         [B, H, W, heads * D], contiguous.
@@ -46,7 +51,8 @@ def reference(
     q, k, v = (part.flatten(2, 3) for part in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)  # [windows, heads, rows * columns, D]
     out = out.transpose(1, 2).reshape(-1, rows, columns, heads * q.shape[-1])
-    return unpartition(out, B, H, W).contiguous()
+    out = unpartition(out, B, H, W).contiguous()
+    return out if out_scale is None else saturated(out.float(), out_scale)
 
 
 def partition(x: Tensor, padding: Tensor, rows: int, columns: int) -> Tensor:

@@ -18,7 +18,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from samopt.passes.kernels import arithmetic
+
+LOG2E = tl.constexpr(arithmetic.LOG2E)
 OVERFLOW = tl.constexpr(2.0**100)
 
 
@@ -30,6 +32,7 @@ def global_attention(
     row_terms,  # [B, heads, H, H * W]
     column_terms,  # [B, heads, H * W, W]
     out,  # [B, H, W, heads, D]
+    out_scale,  # a number in memory that the result is divided by, or None
     H,
     W,
     heads,
@@ -85,6 +88,8 @@ def global_attention(
 
     out_ptrs = out + (token * heads + head)[:, None] * D
     share = (1.0 / total)[:, None]
+    if out_scale is not None:
+        share = share / tl.load(out_scale)
     tl.store(out_ptrs + d1[None, :], (acc1 * share).to(out.dtype.element_ty), mask=inside[:, None])
     if D2 > 0:
         tl.store(out_ptrs + d2[None, :], (acc2 * share).to(out.dtype.element_ty), mask=inside[:, None])

@@ -13,7 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-MASK = tl.constexpr(-30000.0)  # times its own negative, as `one_hot` has it: a logit of -9e8 for what is no key
+from samopt.passes.kernels import arithmetic
+
+MASK = tl.constexpr(arithmetic.MASK)
 
 
 @triton.jit
@@ -38,6 +40,7 @@ def position_terms(
     columns,
     heads,
     factor,
+    padding_factor,  # of q.k_padding
     D1: tl.constexpr,  # D = D1 + D2, both powers of two, D2 may be 0
     D2: tl.constexpr,
     MARKS: tl.constexpr,  # whether q.k_padding and MASK follow the rows' terms, and zeros fill what is left
@@ -66,7 +69,7 @@ def position_terms(
             used_h = i <= rows
         term_h = _product(queries + (y * W + xs) * token, xs < W, vectors_h, used_h, D1, D2)
         if MARKS:
-            term_h *= tl.where(i == rows, 1.0, factor)[None, :]
+            term_h *= tl.where(i == rows, padding_factor, factor)[None, :]
             term_h = tl.where((i == rows + 1)[None, :], MASK, term_h)
             used_h = i < SLOTS_H
         else:

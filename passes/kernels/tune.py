@@ -18,14 +18,18 @@ from samopt.passes.kernels import tuning
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.devices import cannot_run
+from samopt.passes.kernels.scaled_problem import float8_problem, int8_problem
 from samopt.passes.kernels.tuning import Problem
 
 # Heads and their dimension: of vit_b, vit_l and vit_h, and of sam_tiny.
 HEADS = ((12, 64), (16, 64), (16, 80), (3, 64))
+# Channels of vit_b and vit_h, and the rows of 1, 2, 4, and 8 or more images.
+CHANNELS = (768, 1280)
+ROWS = (4096, 8192, 16384, 32768)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Tunes each geometry and writes the file."""
+    """Tunes each problem and writes the file."""
     parser = argparse.ArgumentParser("python -m samopt.passes.kernels.tune", description=(__doc__ or "").split(":")[0])
     parser.add_argument(
         "file", nargs="?", type=Path, default=tuning.SHIPPED, help="JSON file to add to; by default samopt's own"
@@ -34,13 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if reason := cannot_run(device):
         parser.error(f"nothing can be tuned here: {reason}")
+    current = {f", source {tuning.source_hash(sought.sources)}, " for sought in problems(device)}
     try:
-        entries = {
-            key: value for key, value in tuning.read(file).items() if f", source {tuning.source_hash()}, " in key
-        }
+        entries = {key: value for key, value in tuning.read(file).items() if any(source in key for source in current)}
     except (OSError, ValueError) as error:
         parser.error(f"{file} cannot be added to: {first_line(error)}")
-    for sought in problems(device):
+    for sought in problems(device):  # one after the other: each holds its inputs
         try:
             config = tuning.tune(sought)
         except Unsupported as error:
@@ -57,6 +60,10 @@ def problems(device: torch.device) -> Iterator[Problem]:
         device = torch.device("cuda", torch.cuda.current_device())
     for (heads, dimension), window, dtype in itertools.product(HEADS, (64, 14), (torch.bfloat16, torch.float16)):
         yield problem(Geometry(64, 64, window, window, heads, dimension), dtype, device)
+    for channels, rows in itertools.product(CHANNELS, ROWS):
+        for outputs, inputs in ((3, 1), (1, 1), (4, 1), (1, 4)):  # a block's layers; the last takes GELU at its entry
+            yield int8_problem(rows, outputs * channels, inputs * channels, False, torch.bfloat16, device)
+        yield float8_problem(rows, 4 * channels, channels, device)
 
 
 if __name__ == "__main__":

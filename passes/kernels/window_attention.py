@@ -1,9 +1,11 @@
 """Attention inside windows, with decomposed relative positions, on the grid as it is: no window is copied.
 
-With a one-hot row e for the row i and the column j of each key, and the terms of `position_terms` made with the factor
-1 / scale, the positions are one more product on the matrix units:
+With a row e of the row i and the column j of each key, zeros but for two slots that hold `one`, and the terms of
+`position_terms` made with the factor 1 / (scale * one), the positions are one more product on the matrix units:
 
     s[q, (i, j)] = q.k[i, j] + terms[q] . e[i, j],      out[q] = softmax(scale * s[q]) v
+
+`one` is a power of two near 1 / scale, so that the terms stay in float16's range as long as the positions do.
 
 A program loads keys as boxes of whole rows, with columns padded to a power of two; a further slot of e marks what is
 no key of this window. Tokens outside the grid arrive as zeros, but stand for the padding's key and value: a slot of
@@ -29,6 +31,7 @@ def window_attention(
     terms,  # [B, H, W, heads, SLOTS]
     one_hot,  # [2, 2, BOX_H * BOX_W, SLOTS]: of a window at the bottom border or not, at the right border or not
     out,  # [B, H, W, heads, D]
+    out_scale,  # a number in memory that the result is divided by, or None
     H,
     W,
     windows_x,
@@ -98,6 +101,8 @@ def window_attention(
             acc2 += beyond[:, None] * tl.load(v_padding + d2)[None, :].to(tl.float32)
     out_ptrs = out + first * D + token * D
     share = (1.0 / total)[:, None]
+    if out_scale is not None:
+        share = share / tl.load(out_scale)
     tl.store(out_ptrs + d1[None, :], (acc1 * share).to(out.dtype.element_ty), mask=inside[:, None])
     if D2 > 0:
         tl.store(out_ptrs + d2[None, :], (acc2 * share).to(out.dtype.element_ty), mask=inside[:, None])

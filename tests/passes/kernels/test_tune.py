@@ -10,10 +10,10 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton")
 
 from samopt.errors import Unsupported
-from samopt.passes.kernels import tune, tuning
+from samopt.passes.kernels import attention_problem, scaled_problem, tune, tuning
 from samopt.passes.kernels.tuning import Config, Problem
 
-COUNT = 16
+COUNT = 16 + 32 + 8  # of attention, and of int8 and float8 products
 
 
 @pytest.fixture
@@ -28,8 +28,9 @@ def entries(file: Path) -> list[str]:
     return list(json.loads(file.read_text(encoding="utf-8")))
 
 
-def test_every_geometry_is_added_and_what_is_stale_is_dropped(file: Path) -> None:
-    kept = f"kernel(N=1) float16 on A100, source {tuning.source_hash()}, torch 2.11.0, triton 3.6.0"
+@pytest.mark.parametrize("sources", [attention_problem.SOURCES, scaled_problem.SOURCES], ids=["attention", "products"])
+def test_every_problem_is_added_and_what_is_stale_is_dropped(file: Path, sources: tuple[str, ...]) -> None:
+    kept = f"kernel(N=1) float16 on A100, source {tuning.source_hash(sources)}, torch 2.11.0, triton 3.6.0"
     file.write_text(
         json.dumps({kept: {}, "kernel(N=1) float16 on A100, source 0123, torch 2.11.0, triton 3.6.0": {}}),
         encoding="utf-8",
@@ -61,11 +62,11 @@ def test_an_interruption_loses_nothing(file: Path, monkeypatch: pytest.MonkeyPat
     assert entries(file) == found
 
 
-def test_a_geometry_that_nothing_works_for_is_told_and_the_others_go_on(
+def test_a_problem_that_nothing_works_for_is_told_and_the_others_go_on(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def picky(problem: Problem) -> Config:
-        if dict(problem.shape)["D"] == 80:
+        if dict(problem.shape).get("D") == 80:
             raise Unsupported("too little shared memory")
         return problem.candidates[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samopt.errors import Unsupported
-from samopt.passes.kernels import tuning
+from samopt.passes.kernels import attention_problem, scaled_problem, tuning
 from samopt.passes.kernels.tuning import Config
 from tests.made_up_problem import Candidate, Tuner, nothing, off_by, one_row, refuse, right
 
@@ -126,15 +127,37 @@ def test_code_is_code(old: str, new: str) -> None:
     assert tuning.code_of(KERNEL.replace(old, new)) != tuning.code_of(KERNEL)
 
 
-@pytest.mark.parametrize("name", ["position_terms", "global_attention", "window_attention"])
-def test_the_source_hash_is_that_of_every_kernel(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kernel in tuning.KERNELS:
-        shutil.copy(Path(tuning.__file__).parent / f"{kernel}.py", tmp_path)
+@pytest.mark.parametrize(
+    ("sources", "name", "old", "new"),
+    [
+        (attention_problem.SOURCES, "arithmetic", "-30000.0", "-20000.0"),
+        (attention_problem.SOURCES, "position_terms", "constexpr = D1 + D2", "constexpr = D2 + D1"),
+        (attention_problem.SOURCES, "global_attention", "constexpr = D1 + D2", "constexpr = D2 + D1"),
+        (attention_problem.SOURCES, "window_attention", "constexpr = D1 + D2", "constexpr = D2 + D1"),
+        (scaled_problem.SOURCES, "scaled_matmul", "1.0 / tl.load", "1 / tl.load"),
+        (scaled_problem.SOURCES, "gelu", "-2.3022", "-2.3023"),
+        (scaled_problem.SOURCES, "scaled_launch", "GROUP = 8", "GROUP = 4"),
+    ],
+)
+def test_the_source_hash_is_that_of_every_source(
+    sources: tuple[str, ...], name: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for source in sources:
+        shutil.copy(Path(tuning.__file__).parent / f"{source}.py", tmp_path)
     monkeypatch.setattr(tuning, "__file__", str(tmp_path / "tuning.py"))
     source_hash = tuning.source_hash.__wrapped__
-    assert source_hash() == tuning.source_hash()
+    assert source_hash(sources) == tuning.source_hash(sources)
     file = tmp_path / f"{name}.py"
     file.write_text(file.read_text() + "\n# said once more\n")
-    assert source_hash() == tuning.source_hash()
-    file.write_text(file.read_text().replace("constexpr = D1 + D2", "constexpr = D2 + D1"))
-    assert source_hash() != tuning.source_hash()
+    assert source_hash(sources) == tuning.source_hash(sources)
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+    assert source_hash(sources) != tuning.source_hash(sources)
+
+
+def test_kernels_have_sources_of_their_own(tuner: Tuner) -> None:
+    problem = tuner.problem()
+    keys = {
+        dataclasses.replace(problem, sources=one).key() for one in (attention_problem.SOURCES, scaled_problem.SOURCES)
+    }
+    assert len(keys) == 2

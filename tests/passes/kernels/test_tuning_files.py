@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samopt.errors import Unsupported
-from samopt.passes.kernels import tuning
+from samopt.passes.kernels import attention_problem, scaled_problem, tuning
 from samopt.passes.kernels.attention_problem import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
 from samopt.passes.kernels.tuning import Config
 from tests.made_up_problem import Candidate, Tuner, off_by, right
@@ -66,7 +66,7 @@ def test_it_tunes_anew_where_something_else_is_asked_for(tuner: Tuner, cache: Pa
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (tuning, "source_hash", lambda: "0123456789ab"),
+        (tuning, "source_hash", lambda sources: "0123456789ab"),
         (tuning, "_gpu", lambda device: "NVIDIA H300 (11.0)"),
         (torch, "__version__", "2.99.0"),
         (triton, "__version__", "3.99.0"),
@@ -82,7 +82,7 @@ def test_it_tunes_anew_with_another(
     tuning.choose(tuner.problem())
     assert tuner.runs
     assert len(read(cache)) == 2
-    assert any((value if isinstance(value, str) else value(*[None] * (name == "_gpu"))) in key for key in read(cache))
+    assert any((value if isinstance(value, str) else value(None)) in key for key in read(cache))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_what_was_found_here_comes_before_what_is_shipped(tuner: Tuner, cache: P
 
 def test_shipped_configurations_of_other_kernels_are_not_taken(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tuning.SHIPPED, {key_of(tuner): FIRST})
-    monkeypatch.setattr(tuning, "source_hash", lambda: "0123456789ab")
+    monkeypatch.setattr(tuning, "source_hash", lambda sources: "0123456789ab")
     assert tuner.chosen(tuner.problem(*TWO)) == 1
 
 
@@ -215,7 +215,13 @@ def test_without_triton_there_is_none(tuner: Tuner, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="nothing is shipped")
 def test_the_shipped_file_is_of_these_kernels() -> None:
-    candidates = {"global_attention": GLOBAL_CANDIDATES, "window_attention": WINDOW_CANDIDATES}
+    shipped = {
+        "global_attention": (GLOBAL_CANDIDATES, attention_problem.SOURCES),
+        "window_attention": (WINDOW_CANDIDATES, attention_problem.SOURCES),
+        "int8_linear": (scaled_problem.INT8_CANDIDATES, scaled_problem.SOURCES),
+        "float8_gelu": (scaled_problem.FLOAT8_CANDIDATES, scaled_problem.SOURCES),
+    }
     for key, entry in read(COMMITTED).items():
-        assert f", source {tuning.source_hash()}, torch " in key, "run python -m samopt.passes.kernels.tune"
-        assert entry in [tuning.encode(config) for config in candidates[key.partition("(")[0]]]
+        candidates, sources = shipped[key.partition("(")[0]]
+        assert f", source {tuning.source_hash(sources)}, torch " in key, "run python -m samopt.passes.kernels.tune"
+        assert entry in [tuning.encode(config) for config in candidates]
