@@ -2,12 +2,16 @@
 
 s = x + residual
 y = (s - mean) / sqrt(variance + eps) * weight + bias,      mean and variance of the row of s, in float32
+
+Where the next product is quantised, y is quantised before it leaves the registers.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from samopt.passes.kernels.row_quantize import store_row
 
 
 @triton.jit
@@ -17,11 +21,14 @@ def row_norm(
     weight,  # [C]
     bias,  # [C]
     out,  # [M, C]
+    scales,  # [M], or None: out is not quantised
     eps,
     C: tl.constexpr,
     BLOCK: tl.constexpr,  # C padded to a power of two
+    LIMIT: tl.constexpr,  # the largest value of out's dtype, where it is quantised
 ):
-    row = tl.program_id(0).to(tl.int64) * C
+    program = tl.program_id(0).to(tl.int64)
+    row = program * C
     column = tl.arange(0, BLOCK)
     used = column < C
     values = tl.load(x + row + column, mask=used, other=0.0).to(tl.float32)
@@ -32,4 +39,7 @@ def row_norm(
     w = tl.load(weight + column, mask=used, other=0.0).to(tl.float32)
     b = tl.load(bias + column, mask=used, other=0.0).to(tl.float32)
     result = centred * tl.rsqrt(variance + eps) * w + b
-    tl.store(out + row + column, result.to(out.dtype.element_ty), mask=used)
+    if scales is not None:
+        store_row(result, out + row + column, used, scales + program, LIMIT)
+    else:
+        tl.store(out + row + column, result.to(out.dtype.element_ty), mask=used)

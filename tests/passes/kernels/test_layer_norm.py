@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samopt.passes.kernels.layer_norm import launch
+from samopt.passes.kernels.layer_norm import launch, launch_sum
 from tests.attention_problems import poisoned
 from tests.numerics import relative_error
 
@@ -38,7 +38,7 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def test_the_kernel_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, _, weight, bias = problem(shape, dtype)
     with poisoned():
-        norm = launch(x, None, weight, bias, EPS)
+        norm = launch(x, None, weight, bias, EPS, x.new_empty(x.shape))
     assert (norm.shape, norm.dtype) == (x.shape, dtype)
     assert relative_error(norm, truth(x, weight, bias)) < TOLERANCE[dtype]
 
@@ -50,7 +50,7 @@ def test_the_kernel_norms_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> N
     x, residual, weight, bias = problem(shape, dtype)
     before = x.clone()
     with poisoned():
-        norm = launch(x, residual, weight, bias, EPS)
+        norm = launch(x, residual, weight, bias, EPS, x.new_empty(x.shape))
     assert (norm.shape, norm.dtype) == (x.shape, dtype)
     assert torch.equal(x, before)
     assert relative_error(norm, truth(x.double() + residual.double(), weight, bias)) < TOLERANCE[dtype]
@@ -59,7 +59,7 @@ def test_the_kernel_norms_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> N
 @interpreted
 def test_the_kernel_takes_tokens_in_any_order() -> None:
     x, _, weight, bias = problem((5, 3, 96), torch.float32)
-    norm = launch(x.transpose(0, 1), None, weight, bias, EPS)
+    norm = launch(x.transpose(0, 1), None, weight, bias, EPS, x.new_empty(3, 5, 96))
     assert norm.is_contiguous()
     assert relative_error(norm, truth(x.transpose(0, 1), weight, bias)) < 5e-7
 
@@ -67,7 +67,7 @@ def test_the_kernel_takes_tokens_in_any_order() -> None:
 @interpreted
 def test_the_kernel_keeps_a_large_mean_apart() -> None:
     x, _, weight, bias = problem((4, 96), torch.float32)
-    norm = launch(x + 1e3, None, weight, bias, EPS)
+    norm = launch(x + 1e3, None, weight, bias, EPS, x.new_empty(x.shape))
     assert relative_error(norm, truth(x + 1e3, weight, bias)) < 1e-4, "the variance is that of the centred row"
 
 
@@ -78,3 +78,17 @@ def test_the_operators_on_a_cpu_are_right(dtype: torch.dtype) -> None:
     assert relative_error(torch.ops.samopt.layer_norm(x, weight, bias, EPS), truth(x, weight, bias)) < tolerance
     norm = torch.ops.samopt.add_layer_norm(x, residual, weight, bias, EPS)
     assert relative_error(norm, truth(x.double() + residual.double(), weight, bias)) < tolerance
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 96), (1, 1), (3, 2048)], ids=str)
+def test_the_kernel_adds_three_and_rounds_once(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, attended, mlp = torch.randn(3, *shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    attended[..., 0], mlp[..., 0] = 100, -100  # which in half precision costs the bits of what is left
+    with poisoned():
+        found = launch_sum(x.flip(0), attended, mlp)
+    truth = (x.flip(0).double() + attended.double() + mlp.double()).to(dtype)
+    assert found.is_contiguous()
+    assert relative_error(found, truth) < {torch.float32: 1e-5, torch.float16: 1e-7}[dtype]
+    assert torch.equal(torch.ops.samopt.residual_sum(x.flip(0), attended, mlp), found)
