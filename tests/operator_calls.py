@@ -9,17 +9,39 @@ import torch
 from torch import Tensor
 
 import samopt.passes.kernels.attention
+import samopt.passes.kernels.float8_gelu
+import samopt.passes.kernels.float8_linear
+import samopt.passes.kernels.int8_linear
 import samopt.passes.kernels.layer_norm
-import samopt.passes.kernels.linear_gelu  # noqa: F401 - each registers its operators
+import samopt.passes.kernels.linear_gelu
+import samopt.passes.kernels.quantized_rows  # noqa: F401 - each registers its operators
 from samopt.passes.kernels.attention_launch import Geometry
 from tests.attention_problems import random_tensors, scale_of
 
-OPERATORS = ("attention", "layer_norm", "add_layer_norm", "linear_gelu")
+OPERATORS = (
+    "attention",
+    "layer_norm",
+    "add_layer_norm",
+    "residual_sum",
+    "linear_gelu",
+    "quantize_rows",
+    "layer_norm_rows",
+    "int8_linear",
+    "float8_linear",
+    "float8_gelu",
+)
 
 
 def operator(name: str) -> Any:
     """torch.ops.samopt.<name>"""
     return getattr(torch.ops.samopt, name).default
+
+
+def checks(name: str) -> tuple[str, ...]:
+    """What `opcheck` is to check of an operator. Its check of the schema multiplies results, which PyTorch cannot do in
+    float8."""
+    schema = () if name.startswith("float8") else ("test_schema",)
+    return (*schema, "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
 def arguments(name: str, dtype: torch.dtype, device: str = "cpu", rearranged: bool = False) -> tuple[Any, ...]:
@@ -34,10 +56,23 @@ def arguments(name: str, dtype: torch.dtype, device: str = "cpu", rearranged: bo
         tensors = random_tensors(geometry, 2, dtype, device)
         return (*tensors, geometry.heads, geometry.rows, geometry.columns, scale_of(geometry))
 
+    def layer(operands: torch.dtype) -> tuple[Any, ...]:
+        x, weight = (
+            normal(*shape).float().mul(40).clamp(-128, 127).to(operands) for shape in ((2, 3, 5, 96), (64, 96))
+        )
+        x_scale, weight_scale = (normal(*shape).float().abs() / 40 for shape in ((2, 3, 5, 1), (64,)))
+        return x, x_scale, weight, weight_scale, normal(64)
+
     calls: dict[str, Callable[[], tuple[Any, ...]]] = {
         "attention": attention,
         "layer_norm": lambda: (normal(2, 3, 5, 96), normal(96), normal(96), 1e-6),
         "add_layer_norm": lambda: (normal(2, 3, 5, 96), normal(2, 3, 5, 96), normal(96), normal(96), 1e-6),
+        "residual_sum": lambda: (normal(2, 3, 5, 96), normal(2, 3, 5, 96), normal(2, 3, 5, 96)),
+        "quantize_rows": lambda: (normal(2, 3, 5, 96), torch.int8, True),
+        "layer_norm_rows": lambda: (normal(2, 3, 5, 96), normal(2, 3, 5, 96), normal(96), normal(96), 1e-6, torch.int8),
+        "float8_linear": lambda: (*layer(torch.float8_e4m3fn), True, dtype),
+        "int8_linear": lambda: (*layer(torch.int8), True, dtype),
+        "float8_gelu": lambda: (*layer(torch.float8_e4m3fn), torch.tensor(0.25, device=device)),
         "linear_gelu": lambda: (normal(2, 3, 5, 96), normal(64, 96), normal(64)),
     }
     first, *others = calls[name]()

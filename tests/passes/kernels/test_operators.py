@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from tests.numerics import assert_bit_equal, tensors
-from tests.operator_calls import OPERATORS, arguments, operator
+from tests.operator_calls import OPERATORS, arguments, checks, operator
 
 pytestmark = pytest.mark.parametrize("name", OPERATORS)
 
@@ -34,7 +34,8 @@ def test_fake_tensors_are_laid_out_as_real_ones(name: str, dtype: torch.dtype, r
 
 @pytest.mark.parametrize("rearranged", [False, True], ids=["contiguous", "rearranged"])
 def test_opcheck(name: str, rearranged: bool) -> None:
-    torch.library.opcheck(operator(name), arguments(name, torch.float32, rearranged=rearranged))
+    given = arguments(name, torch.float32, rearranged=rearranged)
+    torch.library.opcheck(operator(name), given, test_utils=checks(name))
 
 
 class Calls(nn.Module):
