@@ -19,6 +19,7 @@ T = TypeVar("T")
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"})
 FIRST_SCENE_SEED = 2_000_000  # other scenes than those the embedded model was trained and scored on
+CALIBRATION_SEED = 3_000_000  # and others than those that accuracy is measured on
 
 
 @dataclass(frozen=True, eq=False)  # arrays have no single truth to be equal by
@@ -125,12 +126,12 @@ def image_folder(folder: str | Path, limit: int = 4) -> list[Sample]:
     return [read_image(path) for path in spread(paths, limit)]
 
 
-def scene_samples(count: int = 4, size: int = 1024) -> list[Sample]:
-    """Draws `count` scenes of `size` x `size` pixels with exact ground truth, always the same ones."""
+def scene_samples(count: int = 4, size: int = 1024, first: int = FIRST_SCENE_SEED) -> list[Sample]:
+    """Draws `count` scenes of `size` x `size` pixels with exact ground truth, the same ones for the same `first`."""
     from samopt.tiny import draw_scene
 
     samples = []
-    for seed in range(FIRST_SCENE_SEED, FIRST_SCENE_SEED + count):
+    for seed in range(first, first + count):
         scene = draw_scene(seed, size)
         points = scene.points.double().numpy()
         samples.append(Sample(scene.image.numpy(), scene.masks.numpy(), points, name=f"scene {seed}"))
