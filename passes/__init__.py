@@ -5,11 +5,14 @@ from __future__ import annotations
 from samopt.base import Pass
 from samopt.passes.compile import Compile
 from samopt.passes.dtype import CastDtype
+from samopt.passes.float8 import Float8Dynamic
+from samopt.passes.int8 import Int8Dynamic
 from samopt.passes.layer_norm import TritonLayerNorm
 from samopt.passes.linear_gelu import LinearGELU
 from samopt.passes.linear_patch_embed import LinearPatchEmbed
 from samopt.passes.rel_pos import HoistRelPos
 from samopt.passes.sdpa import SDPAttention
+from samopt.passes.semi_sparse import SemiSparse
 from samopt.passes.triton_attention import TritonAttention
 from samopt.passes.where_indexing import WhereIndexing
 
@@ -22,6 +25,9 @@ PASSES: dict[str, type[Pass]] = {
     "triton_attention": TritonAttention,
     "linear_gelu": LinearGELU,
     "layer_norm": TritonLayerNorm,
+    "sparse24": SemiSparse,
+    "float8": Float8Dynamic,
+    "int8": Int8Dynamic,
     "compile": Compile,
 }
 
@@ -29,10 +35,13 @@ __all__ = [
     "PASSES",
     "CastDtype",
     "Compile",
+    "Float8Dynamic",
     "HoistRelPos",
+    "Int8Dynamic",
     "LinearGELU",
     "LinearPatchEmbed",
     "SDPAttention",
+    "SemiSparse",
     "TritonAttention",
     "TritonLayerNorm",
     "WhereIndexing",

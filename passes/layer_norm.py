@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes import encoder_block
-from samopt.passes.encoder_block import ADD_NORM, encoder_blocks, in_parts
+from samopt.passes.encoder_block import ADD, ADD_NORM, encoder_blocks, in_parts
 from samopt.passes.kernels.devices import cannot_run
-from samopt.passes.kernels.layer_norm import WIDEST, add_layer_norm, layer_norm
+from samopt.passes.kernels.layer_norm import WIDEST, add_layer_norm, layer_norm, residual_sum
 from samopt.rebind import clone, mark, marked, rebind
 from samopt.result import Site, Skip
 from samopt.structure import differs
@@ -27,7 +27,8 @@ from samopt.structure import differs
 class TritonLayerNorm(Pass):
     """Rewrites the layer norms of the encoder's blocks, where rows are wide, to a Triton kernel.
 
-    The second norm adds the residual on the way. It needs a GPU of compute capability 8.0 or above.
+    The second norm adds the residual on the way, and the sum that ends a block is a kernel too. It needs a GPU of
+    compute capability 8.0 or above.
 
     Attributes:
         wider_than: narrower rows are left to TorchInductor, which keeps up to 1,024 in registers.
@@ -50,7 +51,7 @@ class TritonLayerNorm(Pass):
                 yield found
                 continue
             name, block, _ = found
-            reason = self._unfit(block.norm1) or self._unfit(block.norm2)
+            reason = unfit_norm(block.norm1, self.wider_than) or unfit_norm(block.norm2, self.wider_than)
             yield Skip(name, reason) if reason else Site(name)
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
@@ -58,18 +59,20 @@ class TritonLayerNorm(Pass):
         rebind(new.norm1, "forward", norm)
         rebind(new.norm2, "forward", norm)
         mark(new.norm2)
-        in_parts(new, **{ADD_NORM: add_norm})
+        in_parts(new, **{ADD_NORM: add_norm, ADD: add})
         return new
 
-    def _unfit(self, module: nn.Module) -> str | None:
-        if reason := differs(module, "forward", nn.LayerNorm.forward):
-            return reason
-        weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-        if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or weight.dim() != 1:
-            return "its norms are not over the last dimension alone, with weight and bias"
-        if len(weight) <= self.wider_than:
-            return f"its rows of {len(weight)} are fast as they are: TorchInductor keeps them in registers"
-        return f"its rows of {len(weight)} are wider than {WIDEST}" if len(weight) > WIDEST else None
+
+def unfit_norm(module: nn.Module, wider_than: int = 0) -> str | None:
+    """Why the kernel does not take a module's place, or None if it does."""
+    if reason := differs(module, "forward", nn.LayerNorm.forward):
+        return reason
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or weight.dim() != 1:
+        return "its norms are not over the last dimension alone, with weight and bias"
+    if len(weight) <= wider_than:
+        return f"its rows of {len(weight)} are fast as they are: TorchInductor keeps them in registers"
+    return f"its rows of {len(weight)} are wider than {WIDEST}" if len(weight) > WIDEST else None
 
 
 def norm(self: Any, x: Tensor) -> Tensor:
@@ -82,3 +85,8 @@ def add_norm(self: Any, x: Tensor, attended: Tensor) -> Tensor:
     if not marked(self.norm2):  # another module stands in its place now
         return encoder_block.add_norm(self, x, attended)
     return add_layer_norm(x, attended, self.norm2.weight, self.norm2.bias, self.norm2.eps)
+
+
+def add(self: Any, x: Tensor, attended: Tensor, mlp: Tensor) -> Tensor:
+    """The sum that ends the block, [B, H, W, C]."""
+    return residual_sum(x, attended, mlp)

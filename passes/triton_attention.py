@@ -101,10 +101,17 @@ def attend(self: Any, x: Tensor) -> Tensor:
     attn = self.attn
     if not (marked(attn) and marked(attn.qkv)):  # another module stands in its place now
         return encoder_block.attend(self, x)
-    rows, columns = (self.window_size, self.window_size) if self.window_size else x.shape[1:3]
+    out: Tensor = attn.proj(attended(self, x))
+    return out
+
+
+def attended(self: Any, x: Any, out_scale: Tensor | None = None) -> Tensor:
+    """The same before the last projection: what `qkv` takes, in; see `attention` for the scale."""
+    attn = self.attn
     qkv, bias = attn.qkv(x), attn.qkv.bias
+    rows, columns = (self.window_size, self.window_size) if self.window_size else qkv.shape[1:3]
     padding = qkv.new_zeros(qkv.shape[-1]) if bias is None else bias.to(qkv.dtype)
     rel_pos_h, rel_pos_w = (
         distances(table, size).to(qkv.dtype) for table, size in ((attn.rel_pos_h, rows), (attn.rel_pos_w, columns))
     )
-    return attn.proj(attention(qkv, padding, rel_pos_h, rel_pos_w, attn.num_heads, rows, columns, attn.scale))
+    return attention(qkv, padding, rel_pos_h, rel_pos_w, attn.num_heads, rows, columns, attn.scale, out_scale)
