@@ -105,9 +105,7 @@ class Compile(Pass):
         whole = is_encoder(module)
         call = new._call_impl
         if not whole or self.scope == "encoder":
-            bind_methods(new)
-            new.compile(fullgraph=True, dynamic=False, options=self._inductor_options())
-            call = functools.partial(call_compiled, new._compiled_call_impl, self.recompile_limit)
+            call = self.compiled(new)
         if whole and not _differs(module):
             on_gpu = next(module.parameters()).is_cuda
             graphs = self.cuda_graphs is True or (self.cuda_graphs == "auto" and on_gpu)
@@ -115,6 +113,13 @@ class Compile(Pass):
             call = functools.partial(encode, batches, new, call)
         new._compiled_call_impl = call
         return new
+
+    def compiled(self, module: nn.Module) -> Callable[..., Any]:
+        """Compiles `module`, a clone, in place, at any batch size; returns what calls it, hooks included."""
+        bind_methods(module)
+        module.compile(fullgraph=True, dynamic=False, options=self._inductor_options())
+        call: Any = module._compiled_call_impl
+        return functools.partial(call_compiled, call, self.recompile_limit)
 
     def _inductor_options(self) -> dict[str, Any]:
         # Graphs of TorchInductor's own, which the environment may ask for, would overwrite features kept by the caller.

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from samopt.base import Pass
 from samopt.bench_table import Row, Setting
 from samopt.errors import InvalidInput, SamoptError, first_line
 from samopt.optimize import optimize
@@ -43,28 +44,32 @@ class Entry:
         batch_size: images per call.
         build: makes the encoder.
         tf32: whether float32 arithmetic may use TF32.
+        most_error: most relative error of the embedding; None sets no limit.
     """
 
     what: str
     batch_size: int
     build: Build
     tf32: bool = False
+    most_error: float | None = None
 
 
 def verified(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe's steps that stand verification on the embedded model, on this device.
 
-    That model is narrow: a pass that leaves narrow norms alone is verified on them all the same.
+    That model is narrow: a pass that leaves narrow norms alone is verified on them all the same, and one that is to be
+    kept only if it is faster is not judged by it.
     """
     from samopt.tiny import load_tiny
 
-    everywhere = [
-        replace(step, pass_=replace(step.pass_, wider_than=0)) if isinstance(step.pass_, TritonLayerNorm) else step
-        for step in recipe.steps
-    ]
+    everywhere = [replace(step, pass_=_anywhere(step.pass_), keep="always") for step in recipe.steps]
     steps = report(optimize(load_tiny().to(device), replace(recipe, steps=tuple(everywhere)))).steps
     kept = [step for step, row in zip(recipe.steps, steps, strict=True) if row.status == "applied"]
     return Recipe(kept, recipe.accuracy, recipe.name, recipe.description)
+
+
+def _anywhere(pass_: Pass) -> Pass:
+    return replace(pass_, wider_than=0) if isinstance(pass_, TritonLayerNorm) else pass_
 
 
 def plan(
@@ -92,7 +97,11 @@ def plan(
     above = next(([size] for size in sizes if size > 1), [])
     for half in dict.fromkeys(CastDtype((recipe.find(CastDtype) or CastDtype()).dtype) for recipe in recipes):
         entries += [Entry(f"eager {half.dtype}", size, _eager(half)) for size in [1, *above]]
-    entries += [Entry(recipe.name, size, _optimised(recipe)) for recipe in recipes for size in sizes]
+    entries += [
+        Entry(recipe.name, size, _optimised(recipe, size), most_error=recipe.accuracy.embedding_error)
+        for recipe in recipes
+        for size in sizes
+    ]
     unasked = max((size for size in sizes if size <= PEER_BATCH), default=min(sizes))
     for peer in peers:
         entries += [Entry(peer.label, size, peer.build) for size in dict.fromkeys(peer_batch_sizes or [unasked])]
@@ -114,17 +123,32 @@ def _eager(half: CastDtype) -> Build:
     return build
 
 
-def _optimised(recipe: Recipe) -> Build:
+@dataclass(frozen=True)
+class Remarked:
+    """An encoder, and what its row has to say of it."""
+
+    encoder: Encoder
+    remark: str
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        return self.encoder(pixels)
+
+
+def _optimised(recipe: Recipe, batch_size: int) -> Build:
     @contextlib.contextmanager
     def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
-        model = optimize(copy.deepcopy(sam).to(device), recipe, inplace=True, verify="off")
+        model = optimize(copy.deepcopy(sam).to(device), recipe, inplace=True, verify="off", batch_size=batch_size)
+        undone = []
         for step, given in zip(report(model).steps, recipe.steps, strict=True):
             # It stood verification: without it the row is not what it says. Norms may be narrow, and then are fast.
-            if step.status != "applied" and not isinstance(given.pass_, TritonLayerNorm):
+            if step.status == "undone":  # which is what the recipe asks for, of this model on this device
+                undone.append(f"without {step.name}, {step.reason}")
+            elif step.status != "applied" and not isinstance(given.pass_, TritonLayerNorm):
                 raise SamoptError(f"{step.name} {step.status}: {step.reason}")
             if step.status == "applied" and step.skipped:
                 raise SamoptError(f"{step.name} left out {step.skipped[0]}")
-        yield model.image_encoder
+        _free()  # what was compiled to judge passes is no saving of the row's first call
+        yield Remarked(model.image_encoder, "; ".join(undone))
 
     return build
 
@@ -187,6 +211,9 @@ class EncoderBench:
             found = timed(encoder, pixels[:count].to(self._device))
         if not found.output.isfinite().all():
             raise SamoptError("its embedding holds NaN or infinity")
+        error = relative_error([found.output], [truth[:count]])
+        if entry.most_error is not None and error > entry.most_error:
+            raise SamoptError(f"its embedding errs by {error:.1e}, more than the recipe's {entry.most_error:g}")
         speed = count / found.seconds
         milliseconds = 1e3 / speed
         return Row(
@@ -198,8 +225,9 @@ class EncoderBench:
             ratio=(base or milliseconds) / milliseconds,
             share=speed * self.setting.image_tflop / self.setting.matmul_tflops,
             peak_gib=found.peak_gib,
-            error=relative_error([found.output], [truth[:count]]),
+            error=error,
             first_seconds=found.first_seconds,
+            remark=encoder.remark if isinstance(encoder, Remarked) else "",
         )
 
 

@@ -49,6 +49,7 @@ class Row:
         error: relative error of the embedding against the unmodified float32 model, same weights and images.
         first_seconds: time of the first call, compilation included.
         note: why the row failed; "" where it did not.
+        remark: what the figures are of, where `what` does not say it all: passes that a recipe undid here.
     """
 
     what: str
@@ -62,6 +63,7 @@ class Row:
     error: float | None = None
     first_seconds: float | None = None
     note: str = ""
+    remark: str = ""
 
 
 COLUMNS = {  # of the table: title, and how the figure is written
@@ -77,7 +79,7 @@ COLUMNS = {  # of the table: title, and how the figure is written
 
 
 def table(setting: Setting, rows: Sequence[Row]) -> Table:
-    """The rows, for a terminal; what failed is told below them."""
+    """The rows, for a terminal; what failed, or has a remark, is told below them."""
     from rich.table import Table
     from rich.text import Text
 
@@ -100,6 +102,7 @@ def _shown(form: str, value: float | None) -> str:
 
 def _caption(setting: Setting, rows: Sequence[Row]) -> str:
     lines = [f"{row.what}, batch {row.batch_size}, failed: {row.note}" for row in rows if row.note]
+    lines += [f"{row.what}, batch {row.batch_size}: {row.remark}" for row in rows if row.remark]
     lines.append(f"{setting.image_tflop:.3g} TFLOP an image; matmul rate {setting.matmul_tflops:.3g} TFLOP/s")
     return "\n".join([*lines, ", ".join(map(" ".join, setting.versions.items()))])
 

@@ -44,6 +44,10 @@ RecipeName = Annotated[str, typer.Option(help="A built-in recipe (see `samopt re
 Images = Annotated[
     Path | None, typer.Option(help="A picture, or a folder of them, to measure on. Without it: drawn scenes.")
 ]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(min=1, help='Images per call that keep = "if-faster" is for. Without it: 8 on a GPU, 1 on a CPU.'),
+]
 ImageLimit = Annotated[int, typer.Option(min=1, help="Pictures to measure on, at most.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes the GPU where there is one.")]
 
@@ -100,6 +104,7 @@ def optimize(
     recipe: RecipeName = "fast",
     images: Images = None,
     limit: ImageLimit = 4,
+    batch_size: BatchSize = None,
     json_out: Annotated[Path, typer.Option("--json", help="Where to write the report.")] = Path("samopt-report.json"),
     device: Device = "auto",
 ) -> None:
@@ -115,7 +120,7 @@ def optimize(
     chosen, samples = Recipe.of(recipe), _samples(images, limit)
     sam = _load(checkpoint, model_type, device)
     try:
-        found = report(run(sam, chosen, samples=samples, inplace=True))
+        found = report(run(sam, chosen, samples=samples, inplace=True, batch_size=batch_size))
     except AccuracyError as error:
         _write_json(json_out, error.report.to_dict())
         raise
@@ -131,6 +136,7 @@ def verify(
     recipe: RecipeName = "fast",
     images: Images = None,
     limit: ImageLimit = 4,
+    batch_size: BatchSize = None,
     device: Device = "auto",
 ) -> None:
     """Measures a whole recipe against the unmodified model, per kind of prompt. Exit code 1: over its budget."""
@@ -139,7 +145,8 @@ def verify(
     from samopt.report import report
 
     chosen, samples = Recipe.of(recipe), _samples(images, limit)
-    model = run(_load(checkpoint, model_type, device), chosen, samples=samples, inplace=True)
+    sam = _load(checkpoint, model_type, device)
+    model = run(sam, chosen, samples=samples, inplace=True, batch_size=batch_size)
     applied = [step for step in report(model).steps if step.status == "applied"]
     for step in report(model).steps:
         if step.status != "applied":
@@ -229,6 +236,7 @@ def encoder(
     for row in run.rows(plan(stood, batch_size, target, peers, peer_batch_size)):
         rows.append(row)
         figure = f"failed: {row.note}" if row.note else f"{row.milliseconds:.2f} ms/img"
+        figure += f" ({row.remark})" if row.remark else ""
         _say(f"{run.setting.model} {row.what} batch {row.batch_size}: {figure}")
         if json_out is not None:  # after every row, as the next one may take minutes, or be the end
             _write_json(json_out, to_dict(run.setting, rows))

@@ -1,7 +1,7 @@
 """Recipes: which passes run, with which options, in what order, and what they may cost together.
 
-A recipe is a TOML file, one `[[pass]]` table per step; the keys beside `name`, `required` and `on_fail` are the
-pass's own options. Order is the file's order: phases are checked, never sorted.
+A recipe is a TOML file, one `[[pass]]` table per step; the keys beside `name`, `required`, `on_fail` and
+`keep` are the pass's own options. Order is the file's order: phases are checked, never sorted.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from samopt.gate import Budget
 P = TypeVar("P", bound=Pass)
 
 TABLES = {"description", "accuracy", "pass", "bench"}
+SETTINGS = ("required", "on_fail", "keep")  # of an entry; its other keys are the pass's options
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,14 @@ class Step:
         pass_: the pass.
         required: False skips the entry, with the reason in the report, where it does not apply.
         on_fail: what to do when the pass costs too much accuracy: "raise" an AccuracyError, or "drop" the pass.
+        keep: "if-faster" undoes the pass where it does not make the encoder's blocks faster on the model's device;
+            whether it does is measured, see `samopt.speed`. A required entry may be undone so, too.
     """
 
     pass_: Pass
     required: bool = True
     on_fail: Literal["raise", "drop"] = "raise"
+    keep: Literal["always", "if-faster"] = "always"
 
     def __post_init__(self) -> None:
         if not isinstance(self.pass_, Pass):
@@ -45,6 +49,8 @@ class Step:
             raise RecipeError(f"{self.pass_!r}: required must be true or false, not {self.required!r}")
         if self.on_fail not in ("raise", "drop"):
             raise RecipeError(f"{self.pass_!r}: on_fail must be 'raise' or 'drop', not {self.on_fail!r}")
+        if self.keep not in ("always", "if-faster"):
+            raise RecipeError(f"{self.pass_!r}: keep must be 'always' or 'if-faster', not {self.keep!r}")
 
 
 @dataclass(frozen=True)
@@ -167,16 +173,17 @@ def _parse(text: str, where: str, name: str) -> Recipe:
 def _step(entry: dict[str, Any], where: str) -> Step:
     from samopt.passes import PASSES
 
-    options = dict(entry)
-    name, required, on_fail = options.pop("name", None), options.pop("required", True), options.pop("on_fail", "raise")
+    options = {key: value for key, value in entry.items() if key != "name"}
+    settings = {key: options.pop(key) for key in SETTINGS if key in options}
+    name = entry.get("name")
     if not isinstance(name, str) or name not in PASSES:
         found = "has no name" if name is None else f"names an unknown pass {name!r}"
         raise RecipeError(f"{where} {found}; known passes: {', '.join(PASSES)} (your own go into a Recipe in Python)")
     where = f"{where} ({name})"
-    _no_unknown_keys(entry, {"name", "required", "on_fail", *(f.name for f in dataclasses.fields(PASSES[name]))}, where)
+    _no_unknown_keys(options, {"name", *SETTINGS, *(f.name for f in dataclasses.fields(PASSES[name]))}, where)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
-        return Step(PASSES[name](**options), required, on_fail)
+        return Step(PASSES[name](**options), **settings)
     except (InvalidInput, RecipeError, TypeError) as error:  # TypeError: an option without a default was left out
         raise RecipeError(f"{where}: {error}") from error
 

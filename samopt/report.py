@@ -15,6 +15,7 @@ from torch import nn
 from samopt.base import Numerics, Phase
 from samopt.errors import SamoptError
 from samopt.result import Site, Skip
+from samopt.speed import BlockSpeed
 from samopt.verify import Agreement
 
 if TYPE_CHECKING:
@@ -31,24 +32,34 @@ class StepReport:
         name: the pass, with its options.
         phase: when it runs.
         numerics: what it may do to the outputs.
-        status: "applied"; "skipped", as it does not apply here; "dropped", as it cost too much accuracy; or "refused",
-            for the same reason, which ended the run.
-        reason: why it was skipped or dropped; "" otherwise.
+        status: "applied"; "skipped", as it does not apply here; "dropped", as it cost too much accuracy; "undone", as
+            it was to be kept only if it is faster, and is not; or "refused", as it cost too much accuracy, which ended
+            the run.
+        reason: why it was not applied, or why it was kept without having been timed; "" otherwise.
         sites: what was rewritten.
         skipped: what was declined, each with its reason.
         seconds: how long the rewrite took.
-        agreement: accuracy and timings after the pass (of a dropped one too); None where they were not measured.
+        agreement: accuracy and timings after the pass (of a dropped or undone one too); None where they were not
+            measured.
+        speed: of the encoder's blocks without and with it, where it was to be kept only if it is faster; None where
+            that was not asked, or could not be timed.
     """
 
     name: str
     phase: Phase
     numerics: Numerics
-    status: Literal["applied", "skipped", "dropped", "refused"]
+    status: Literal["applied", "skipped", "dropped", "undone", "refused"]
     reason: str = ""
     sites: tuple[Site, ...] = ()
     skipped: tuple[Skip, ...] = ()
     seconds: float = 0.0
     agreement: Agreement | None = None
+    speed: BlockSpeed | None = None
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the device has no instructions for the pass's arithmetic, so that plain torch computes it."""
+        return any(site.facts.get("emulated") is True for site in self.sites)
 
     def to_dict(self) -> dict[str, Any]:
         """The figures, for JSON."""
@@ -60,6 +71,8 @@ class StepReport:
             "sites": [str(site) for site in self.sites],
             "skipped": [str(skip) for skip in self.skipped],
             "seconds": self.seconds,
+            "emulated": self.emulated,
+            "speed": self.speed and self.speed.to_dict(),
             "accuracy": self.agreement and self.agreement.to_dict(),
         }
 
@@ -113,7 +126,7 @@ class Report:
         for column in columns:
             table.add_column(column.title, justify="right")
         names = ["unmodified", *(_short(step.name) for step in self.steps)]
-        sites = ["", *(str(len(step.sites)) if step.status == "applied" else step.status for step in self.steps)]
+        sites = ["", *map(_sites, self.steps)]
         for name, count, of in zip(names, sites, agreements, strict=True):
             table.add_row(Text(name), count, *("" if of is None else column.figure(of) for column in columns))
         # As Text, for rich would read "[...]" in a reason or a name as markup.
@@ -121,7 +134,7 @@ class Report:
         return Group(title, table, Text(self._caption(), style="table.caption"))
 
     def _caption(self) -> str:
-        lines = [f"{_short(step.name)} {step.status}: {step.reason}" for step in self.steps if step.reason]
+        lines = [line for step in self.steps for line in _outcome(step)]
         lines += [f"{_short(step.name)} left out {skip}" for step in self.steps for skip in step.skipped]
         if self.baseline is not None and self.baseline.masks is None:
             lines.append("masks: not measured, untrained weights")
@@ -216,6 +229,23 @@ COLUMNS = (
     Column("ms/prompt", lambda of: f"{of.timings.decode_seconds * 1e3:.2f}"),
     Column("GPU GiB", lambda of: f"{of.timings.peak_bytes / 2**30:.2f}" if of.timings.peak_bytes else ""),
 )
+
+
+def _sites(step: StepReport) -> str:
+    if step.status != "applied":
+        return step.status
+    return f"{len(step.sites)}, emulated" if step.emulated else str(len(step.sites))
+
+
+def _outcome(step: StepReport) -> Iterator[str]:
+    """What the table has no column for: it would not fit into a terminal."""
+    name = _short(step.name)
+    if step.reason:
+        yield f"{name} {step.status}: {step.reason}"
+    elif step.speed is not None:
+        yield f"{name} {step.status}: {step.speed}"
+    if step.status == "applied" and step.emulated:
+        yield f"{name} applied, emulated: in plain torch on this device, so its times say nothing of others"
 
 
 def _short(name: str) -> str:

@@ -54,7 +54,7 @@ def timed(encoder: Encoder, pixels: Tensor) -> Timed:
     """
     device = pixels.device
     cuda = device.type == "cuda"
-    timer = _cuda_seconds if cuda else _cpu_seconds
+    timer = _cuda_seconds if cuda else cpu_seconds
     current: AbstractContextManager[Any] = torch.cuda.device(device) if cuda else nullcontext()
     with current:  # events are recorded on the current device, whichever the tensors are on
         start = time.perf_counter()
@@ -84,7 +84,8 @@ def _peak_gib() -> float:
     return (peak + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / 2**30
 
 
-def _cpu_seconds(call: Callable[[], Any]) -> float:
+def cpu_seconds(call: Callable[[], Any]) -> float:
+    """Time of a call that is done when it returns."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start

@@ -16,16 +16,19 @@ from segment_anything.modeling import Sam
 from torch import Tensor
 
 import samopt.bench
+import samopt.speed
 import samopt.timing
 from samopt.bench import EncoderBench, Entry, plan, random_model
 from samopt.bench_table import Row
 from samopt.errors import InvalidInput, Unsupported
+from samopt.gate import Budget
 from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention, TritonLayerNorm
 from samopt.peers import Build, Peer
 from samopt.recipe import Recipe, Step
 from samopt.timing import Encoder, Timed, timed
 from samopt.tiny import load_tiny
 from tests.models import random_sam
+from tests.toys import Exact, MoreWork, counted_seconds
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -49,10 +52,11 @@ def built(change: Callable[[Any, Tensor], Tensor]) -> Build:
 
 
 SAME = built(lambda encoder, pixels: encoder(pixels))
+DOUBLE = built(lambda encoder, pixels: 2 * encoder(pixels))
 
 
 def test_rows_hold_ratio_share_and_error_against_the_unmodified_model(bench: EncoderBench) -> None:
-    peer = Peer("double", "torch", built(lambda encoder, pixels: 2 * encoder(pixels)))
+    peer = Peer("double", "torch", DOUBLE)
     recipe = Recipe.of([SDPAttention(), CastDtype()])
     rows: list[Any] = list(bench.rows(plan([recipe], [1, 3], CPU, [peer])))
     assert [(row.what, row.batch_size) for row in rows] == [
@@ -74,6 +78,19 @@ def test_rows_hold_ratio_share_and_error_against_the_unmodified_model(bench: Enc
     errors = [half.error for half in halves]
     assert 1e-4 < min(errors) <= max(errors) < 1e-1
     assert double.error == pytest.approx(1)
+
+
+def test_an_embedding_past_the_recipes_limit_is_a_row_that_failed(bench: EncoderBench) -> None:
+    within, past = (Entry("row", 1, DOUBLE, most_error=limit) for limit in (1.01, 0.5))
+    _, kept, failed = bench.rows([Entry("base", 1, SAME), within, past])
+    assert kept.note == ""
+    assert kept.error == pytest.approx(1)
+    assert (failed.note, failed.milliseconds) == (
+        "SamoptError: its embedding errs by 1.0e+00, more than the recipe's 0.5",
+        None,
+    )
+    limited = Recipe([Step(SDPAttention())], Budget(embedding_error=0.25))
+    assert [entry.most_error for entry in plan([limited], [1, 2], CPU)][-2:] == [0.25, 0.25]
 
 
 def test_figures_are_per_image(bench: EncoderBench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +216,29 @@ def test_narrow_norms_are_verified_like_wide_ones_and_may_be_left_alone(
 
 def refuse(self: Compile, model: Any) -> None:
     raise Unsupported("there is no compiler")
+
+
+def test_a_pass_undone_as_not_faster_is_a_remark_of_a_row_decided_at_its_batch_size(
+    bench: EncoderBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samopt.speed, "median_seconds", counted_seconds)
+    recipe = Recipe([Step(SDPAttention()), Step(MoreWork(), keep="if-faster")])
+    rows = list(bench.rows(plan([recipe], [1, 2], CPU)))[-2:]
+    for row, size in zip(rows, (1, 2), strict=True):
+        assert row.note == ""
+        assert row.milliseconds
+        assert row.remark.startswith("without MoreWork(emulated=False), not faster: encoder blocks: ")
+        assert row.remark.endswith(f"at batch {size}")
+
+
+def test_what_is_kept_only_if_faster_is_verified_whatever_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_nothing(*_: object) -> list[float]:
+        raise AssertionError("something was timed")
+
+    monkeypatch.setattr("samopt.tiny.load_tiny", lambda: load_tiny(img_size=256))
+    monkeypatch.setattr(samopt.speed, "median_seconds", time_nothing)
+    recipe = Recipe([Step(MoreWork(), keep="if-faster"), Step(Exact(1.5), on_fail="drop", keep="if-faster")])
+    assert samopt.bench.verified(recipe, CPU).steps == recipe.steps[:1], "to be judged on the model that is timed"
 
 
 def test_each_row_starts_without_what_the_last_one_held(bench: EncoderBench) -> None:

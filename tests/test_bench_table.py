@@ -13,21 +13,24 @@ from samopt.bench_table import Row, Setting, table, to_csv, to_dict
 
 SETTING = Setting("vit_q", 3, "cuda", 5.96, 712.3, {"torch": "2.11.0", "gpu": "Some GPU, 80 GB"})
 FAST = Row("fast", 8, 14.25, 0.015, 70.175, 12.625, 0.5872, 2.375, 1.09e-2, 5.5)
+WITHOUT = Row("fast", 1, 15.5, 0.015, 64.5, 11.6, 0.54, 1.6, 1.09e-2, 5.5, remark="without Slow(), [not] faster")
 FAILED = Row("peer", 16, note='RuntimeError: no kernel [image], "80" is no width')
 
 
 def test_json_round_trip() -> None:
-    read = json.loads(json.dumps(to_dict(SETTING, [FAST, FAILED])))
+    read = json.loads(json.dumps(to_dict(SETTING, [FAST, FAILED, WITHOUT])))
     rows = read.pop("rows")
-    assert [Row(**row) for row in rows] == [FAST, FAILED]
+    assert [Row(**row) for row in rows] == [FAST, FAILED, WITHOUT]
     assert Setting(**read) == SETTING
 
 
 def test_csv_round_trip() -> None:
-    records = list(csv.DictReader(io.StringIO(to_csv(SETTING, [FAST, FAILED]))))
-    for record, row in zip(records, (FAST, FAILED), strict=True):
-        assert (record["what"], int(record["batch_size"]), record["note"]) == (row.what, row.batch_size, row.note)
-        figures = {name: value for name, value in asdict(row).items() if name not in ("what", "batch_size", "note")}
+    records = list(csv.DictReader(io.StringIO(to_csv(SETTING, [FAST, FAILED, WITHOUT]))))
+    for record, row in zip(records, (FAST, FAILED, WITHOUT), strict=True):
+        assert (record["what"], int(record["batch_size"])) == (row.what, row.batch_size)
+        assert (record["note"], record["remark"]) == (row.note, row.remark)
+        words = ("what", "batch_size", "note", "remark")
+        figures = {name: value for name, value in asdict(row).items() if name not in words}
         assert {name: float(record[name]) if record[name] else None for name in figures} == figures
         assert (record["model"], int(record["seed"]), record["device"]) == ("vit_q", 3, "cuda")
         assert (float(record["image_tflop"]), float(record["matmul_tflops"])) == (5.96, 712.3)
@@ -45,5 +48,15 @@ def test_the_table_shows_figures_and_what_failed() -> None:
     assert failed.count(" - ") == 8
     text = " ".join(" ".join(lines).split())
     assert f"peer, batch 16, failed: {FAILED.note}" in text
+    assert text.count("failed:") == 1
     assert "vit_q, image encoder, seed 3, on cuda" in text
     assert "5.96 TFLOP an image; matmul rate 712 TFLOP/s torch 2.11.0, gpu Some GPU, 80 GB" in text
+
+
+def test_a_row_that_is_not_all_it_says_has_a_remark_and_its_figures() -> None:
+    console = Console(file=io.StringIO(), width=160, record=True)
+    console.print(table(SETTING, [WITHOUT]))
+    text = " ".join(console.export_text().split())
+    assert " 15.50 " in text
+    assert "fast, batch 1: without Slow(), [not] faster" in text
+    assert "failed" not in text

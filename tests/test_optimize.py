@@ -15,13 +15,27 @@ from segment_anything import SamPredictor
 from segment_anything.modeling import Sam
 from torch import nn
 
-from samopt import AlreadyApplied, InvalidInput, Pass, Reference, SamoptError, Sample, Step, optimize, report, verify
-from samopt.passes import CastDtype, HoistRelPos, LinearPatchEmbed, SDPAttention
+import samopt.speed
+from samopt import (
+    AlreadyApplied,
+    Budget,
+    InvalidInput,
+    Pass,
+    Recipe,
+    Reference,
+    SamoptError,
+    Sample,
+    Step,
+    optimize,
+    report,
+    verify,
+)
+from samopt.passes import CastDtype, Compile, HoistRelPos, LinearPatchEmbed, SDPAttention
 from samopt.report import ATTRIBUTE
 from samopt.samples import scene_samples
 from samopt.verify import OBJECTS
 from tests.snapshot import Snapshot
-from tests.toys import NECK, Exact, Lossy, Nested, Refuses, Root, Rounding
+from tests.toys import NECK, Exact, LessWork, Lossy, MoreWork, Nested, Refuses, Root, Rounding, counted_seconds
 
 FLOAT: list[Pass] = [LinearPatchEmbed(), HoistRelPos(), SDPAttention()]
 
@@ -208,7 +222,7 @@ def test_nothing_is_run_when_measuring_is_off(sam: Sam, monkeypatch: pytest.Monk
 
 def test_samples_are_drawn_where_none_are_given(tiny256: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
     one_small_scene = functools.partial(scene_samples, 1, 256)
-    monkeypatch.setattr(sys.modules["samopt.optimize"], "scene_samples", one_small_scene)
+    monkeypatch.setattr(sys.modules["samopt.verify"], "scene_samples", one_small_scene)
     made = report(optimize(tiny256, FLOAT, verify="end"))
     assert made.baseline is not None
     assert len(made.baseline.kinds["point"].ious) <= OBJECTS, "the objects of one scene"
@@ -229,6 +243,138 @@ def test_nothing_is_printed_without_a_terminal(
     assert capfd.readouterr() == ("", "")
 
 
+# Entries kept only if they make this model faster here
+
+ANY = Budget(mean_iou=0.0, min_iou=0.0, kind_mean_iou=0.0)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block's time is its arithmetic, counted."""
+    monkeypatch.setattr(samopt.speed, "median_seconds", counted_seconds)
+
+
+def if_faster(*passes: Pass) -> Recipe:
+    return Recipe([Step(pass_, keep="if-faster") for pass_ in passes], ANY)
+
+
+@pytest.mark.usefixtures("counted")
+@pytest.mark.parametrize("when", ["each", "end", "off"])
+def test_what_is_not_faster_is_undone_and_what_is_stays(sam: Sam, pictures: list[Sample], when: Any) -> None:
+    fast = optimize(sam, if_faster(MoreWork(), LessWork()), samples=pictures, verify=when)
+    more, less = report(fast).steps
+    assert (more.status, less.status) == ("undone", "applied")
+    assert more.speed is not None
+    assert less.speed is not None
+    assert more.reason == f"not faster: {more.speed}"
+    assert str(more.speed).startswith("encoder blocks: ")
+    assert less.reason == ""
+    assert more.speed.after > more.speed.before == less.speed.before, "the second starts without the first"
+    # Two blocks of 16 tokens x 64: an MLP more in each, of 2 products of 64 x 256.
+    assert more.speed.after - more.speed.before == pytest.approx(2 * 2 * 2 * 16 * 64 * 256 / 1e9)
+    assert less.speed.batch_size == 1
+    assert (more.agreement is not None) is (when == "each")
+    expected = Reference.record(optimize(sam, [LessWork()], verify="off"), pictures)
+    assert verify(fast, expected).equal
+
+
+def test_an_undone_pass_is_no_step_that_the_next_is_held_to(
+    sam: Sam, pictures: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samopt.speed, "median_seconds", lambda calls, device: [1.0] * len(calls))
+    steps = [Step(LessWork(), keep="if-faster"), Step(Exact())]
+    undone, exact = report(optimize(sam, Recipe(steps, ANY), samples=pictures)).steps
+    assert (undone.status, exact.status) == ("undone", "applied")
+    assert undone.agreement is not None
+    assert exact.agreement is not None
+    assert undone.agreement.embedding_error > 0 == exact.agreement.embedding_error
+
+
+def test_what_is_emulated_is_not_even_tried(sam: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("it was applied")
+
+    monkeypatch.setattr(MoreWork, "rewrite", refuse)
+    passes = [Step(LessWork(emulated=True)), Step(MoreWork(emulated=True), keep="if-faster")]
+    kept, undone = report(optimize(sam, passes, verify="off")).steps
+    assert (kept.status, kept.emulated) == ("applied", True)
+    assert (undone.status, undone.reason) == ("undone", "emulated on cpu, so not faster")
+    assert undone.speed is None
+
+
+def test_what_leaves_the_blocks_alone_or_has_none_to_time_is_kept(sam: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samopt.speed, "median_seconds", None)
+    made = report(optimize(sam, if_faster(Exact()), verify="off"))
+    (row,) = made.steps
+    assert (row.status, row.speed) == ("applied", None)
+    assert row.reason == "its sites are outside the encoder's blocks: not timed, kept"
+    assert row.reason in " ".join(str(made).split())
+    (row,) = report(optimize(copy.deepcopy(sam).to("meta"), if_faster(MoreWork()), verify="off")).steps
+    assert (row.status, row.reason) == ("applied", "nothing takes time on the meta device: not timed, kept")
+    sam.image_encoder.blocks = nn.ModuleList()
+    (row,) = report(optimize(sam, if_faster(Exact()), verify="off")).steps
+    assert (row.status, row.reason) == ("applied", "the image encoder has no blocks to time: not timed, kept")
+
+
+@pytest.mark.usefixtures("dynamo_only")
+def test_compiling_is_timed_against_blocks_that_are_not_compiled(sam: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(calls: Any, device: torch.device) -> list[float]:
+        return [2.0 if isinstance(call.func, nn.Module) else 1.0 for call in calls]
+
+    monkeypatch.setattr(samopt.speed, "median_seconds", timed)
+    monkeypatch.setattr(Compile, "requires", lambda self, model: None)
+    less, compiling = report(optimize(sam, if_faster(LessWork(), Compile()), verify="off")).steps
+    assert less.speed is not None
+    assert (less.speed.before, less.speed.after) == (2.0, 2.0), "two blocks, compiled either way"
+    assert less.status == "undone"
+    assert compiling.speed is not None
+    assert (compiling.speed.before, compiling.speed.after) == (4.0, 2.0)
+    assert compiling.status == "applied"
+
+
+@pytest.mark.usefixtures("counted")
+def test_the_batch_size_is_what_was_asked_for(sam: Sam) -> None:
+    one, three = (
+        report(optimize(sam, if_faster(LessWork()), verify="off", batch_size=size)).steps[0].speed for size in (1, 3)
+    )
+    assert one is not None
+    assert three is not None
+    assert (one.batch_size, three.batch_size) == (1, 3)
+    assert (one.before, one.after) == pytest.approx((three.before, three.after)), "per image"
+
+
+@pytest.mark.parametrize("when", ["each", "off"])
+def test_blocks_that_cannot_be_timed(
+    sam: Sam, pictures: list[Sample], monkeypatch: pytest.MonkeyPatch, when: Any
+) -> None:
+    def fail(*_: Any) -> list[float]:
+        raise torch.OutOfMemoryError("no room\nfor that")
+
+    monkeypatch.setattr(samopt.speed, "median_seconds", fail)
+    before = Snapshot(sam)
+    recipe = Recipe([Step(HoistRelPos()), Step(LessWork(), keep="if-faster")], ANY)
+    with pytest.raises(
+        SamoptError,
+        match=r"^LessWork\(.*\) failed while blocks were timed at batch_size=2: OutOfMemoryError: no room \(",
+    ):
+        optimize(sam, recipe, samples=pictures, inplace=True, verify=when, batch_size=2)
+    before.assert_unchanged(sam)
+    optional = Recipe([Step(LessWork(), required=False, keep="if-faster"), Step(Exact())], ANY)
+    fast = optimize(sam, optional, samples=pictures, verify=when)
+    row = report(fast).steps[0]
+    assert (row.status, row.reason) == ("skipped", "it could not be timed: OutOfMemoryError: no room")
+    assert verify(fast, Reference.record(sam, pictures)).equal
+
+
+def test_real_times_are_shown(tiny256: Sam) -> None:
+    made = report(optimize(tiny256, if_faster(SDPAttention()), verify="off"))
+    speed = made.steps[0].speed
+    assert speed is not None
+    assert speed.before > 0 < speed.after
+    assert (made.steps[0].status == "applied") is speed.faster
+    assert str(speed) in " ".join(str(made).split())
+
+
 # Arguments
 
 
@@ -238,6 +384,9 @@ def test_nothing_is_printed_without_a_terminal(
         ({"sam": nn.Linear(1, 1)}, "Linear is no Sam"),
         ({"verify": "always"}, "verify must be 'each', 'end' or 'off', not 'always'"),
         ({"verify": True}, "verify must be 'each', 'end' or 'off', not True"),
+        ({"batch_size": 0}, "batch_size must be a number of images, 1 or more, not 0"),
+        ({"batch_size": True}, "batch_size must be a number of images, 1 or more, not True"),
+        ({"batch_size": 1.5}, r"batch_size must be a number of images, 1 or more, not 1\.5"),
         ({"samples": []}, "samples is empty"),
         ({"samples": "no/such/folder"}, "no/such/folder: there is no such image file"),
         ({"samples": [np.zeros((4, 4), dtype=np.uint8)]}, "sample 0: an image must be"),

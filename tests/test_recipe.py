@@ -33,7 +33,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
 # What is a recipe
 
 
-@pytest.mark.parametrize("name", ["exact", "fast", "max"])
+@pytest.mark.parametrize("name", built_in())
 def test_built_in_recipes_load_and_are_in_order(name: str) -> None:
     assert name in built_in()
     recipe = Recipe.of(name)
@@ -47,6 +47,8 @@ def test_built_in_recipes_load_and_are_in_order(name: str) -> None:
     assert (name == "exact") is not any(isinstance(step.pass_, CastDtype) for step in recipe.steps)
     introduced = [entry for row in recipe.bench_rows for entry in row]
     assert len(set(introduced)) == len(introduced)
+    entries = {PASSES[entry] for entry in introduced}
+    assert entries in (set(), {type(step.pass_) for step in recipe.steps}), "a benchmark ends with the whole recipe"
 
 
 def test_a_file_says_what_the_same_in_python_says(write: Write) -> None:
@@ -72,6 +74,7 @@ def test_a_file_says_what_the_same_in_python_says(write: Write) -> None:
         decoder = false
         required = false
         on_fail = "drop"
+        keep = "if-faster"
 
         [[pass]]
         name = "compile"
@@ -83,7 +86,7 @@ def test_a_file_says_what_the_same_in_python_says(write: Write) -> None:
     expected = Recipe(
         [
             Step(Options(count=3, ratio=1, flag=True, mode="two", names=("a", "b"), pair=(3, 4), limit=5)),
-            Step(SDPAttention(decoder=False), required=False, on_fail="drop"),
+            Step(SDPAttention(decoder=False), required=False, on_fail="drop", keep="if-faster"),
             Step(Compile(batch_sizes=(1, 8))),
         ],
         Budget(mean_iou=0.9, masks=False),
@@ -155,6 +158,9 @@ FIRST = '[[pass]]\nname = "sdpa"\n'
         ),
         (FIRST + 'required = "no"', r", entry 1 \(sdpa\): .*required must be true or false, not 'no'"),
         (FIRST + 'on_fail = "ignore"', r", entry 1 \(sdpa\): .*on_fail must be 'raise' or 'drop', not 'ignore'"),
+        (FIRST + 'keep = "faster"', r", entry 1 \(sdpa\): .*keep must be 'always' or 'if-faster', not 'faster'"),
+        (FIRST + "keep = true", r", entry 1 \(sdpa\): .*keep must be 'always' or 'if-faster', not True"),
+        (FIRST + 'kept = "always"', r", entry 1 \(sdpa\): unknown key 'kept'; known: .*keep, name, on_fail, required"),
         (FIRST + FIRST, r": entries 1 and 2 are both SDPAttention"),
         (
             '[[pass]]\nname = "rel_pos"\n[[pass]]\nname = "compile"\n' + FIRST,
@@ -224,6 +230,10 @@ def test_a_mistake_in_python_is_told_before_anything_happens(sam: Sam, recipe: A
         (
             lambda wrong: Step(Exact(), on_fail=wrong("skip")),
             r"Exact\(.*\): on_fail must be 'raise' or 'drop', not 'skip'",
+        ),
+        (
+            lambda wrong: Step(Exact(), keep=wrong("never")),
+            r"Exact\(.*\): keep must be 'always' or 'if-faster', not 'never'",
         ),
         (
             lambda wrong: Recipe(wrong([Exact()])),

@@ -16,6 +16,7 @@ from samopt import Numerics, Pass, Phase, Report, SamoptError, Sample, Site, Ski
 from samopt.observe import Timings
 from samopt.passes import Compile
 from samopt.report import StepReport
+from samopt.speed import BlockSpeed
 from samopt.verify import Agreement, KindAgreement
 from tests.toys import Exact, Lossy, Refuses, Rounding
 
@@ -125,6 +126,34 @@ def test_untrained_weights_and_unmeasured_runs_show_no_masks() -> None:
     assert "Toy" in str(bare)
     assert "embedding error" not in str(bare)
     assert bare.to_dict()["unmodified"] is None
+
+
+def test_figures_of_a_pass_kept_or_undone_for_its_speed_are_shown() -> None:
+    kept, undone = BlockSpeed(7.92e-3, 5.13e-3, 8), BlockSpeed(5.13e-3, 5.2e-3, 8)
+    emulated = (Site("a", {"emulated": True}), Site("b"))
+    float_, exact = Phase.FLOAT, Numerics.EXACT
+    steps = (
+        StepReport("Quick(x=1)", float_, exact, "applied", agreement=MEASURED, speed=kept),
+        StepReport("Slow()", float_, exact, "undone", f"not faster: {undone}", speed=undone),
+        StepReport("Aside()", float_, exact, "applied", "not timed, kept"),
+        StepReport("Odd()", float_, exact, "applied", "", emulated),
+        StepReport("Gone()", float_, exact, "undone", "emulated on cpu, so not faster", emulated),
+    )
+    made = Report("r", "Toy", (), "cpu", BASELINE, steps)
+    text = shown(made)
+    assert "Quick applied: encoder blocks: 7.92 -> 5.13 ms an image at batch 8" in text
+    assert "Slow undone: not faster: encoder blocks: 5.13 -> 5.2 ms an image at batch 8" in text
+    assert text.count("5.13 -> 5.2 ms") == 1
+    assert "Aside applied: not timed, kept" in text
+    assert text.count("Odd applied, emulated: ") == 1
+    assert "Gone applied" not in text
+    rows = [line for line in str(made).splitlines() if "│" in line]
+    cells = [row.split("│")[2].strip() for row in rows[1:]]
+    assert cells == ["0", "undone", "0", "2, emulated", "undone"]
+    found = json.loads(json.dumps(made.to_dict()))["steps"]
+    assert [step["emulated"] for step in found] == [False, False, False, True, True]
+    assert found[0]["speed"] == {"before_seconds": 7.92e-3, "after_seconds": 5.13e-3, "batch_size": 8}
+    assert found[2]["speed"] is None
 
 
 # Reports of models

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from samopt import NoSites, Numerics, Pass, Phase, Sample, Site, Skip, Unsupported, clone
 from samopt.rebind import wrap
@@ -35,6 +37,16 @@ def scale(pass_: Pass, module: nn.Module, factor: float, method: str = "forward"
     vars(new)[attribute] = factor
     wrap(new, method, functools.partial(scaled, attribute))
     return new
+
+
+def counted_seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> list[float]:
+    """What each call takes on a machine of one GFLOP a second, in place of `samopt.speed.median_seconds`."""
+    seconds = []
+    for call in calls:
+        with FlopCounterMode(display=False) as counter:
+            call()
+        seconds.append(counter.get_total_flops() / 1e9)
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,50 @@ class Lossy(Pass):
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         return scale(self, module, self.factor)
+
+
+def with_idle_mlp(inner: Callable[..., Tensor], module: nn.Module, x: Tensor) -> Tensor:
+    module.mlp(x)  # type: ignore[operator]
+    return inner(x)
+
+
+def nothing_done(inner: Callable[..., Tensor], module: nn.Module, x: Tensor) -> Tensor:
+    return x * 1
+
+
+@dataclass(frozen=True)
+class MoreWork(Pass):
+    """Every encoder block computes its MLP once more, for nothing."""
+
+    emulated: bool = False
+    phase: ClassVar[Phase] = Phase.FLOAT
+    numerics: ClassVar[Numerics] = Numerics.EXACT
+
+    def match(self, model: nn.Module) -> Iterator[Site | Skip]:
+        for index in range(len(model.image_encoder.blocks)):  # type: ignore[union-attr, arg-type]
+            yield Site(f"image_encoder.blocks.{index}", {"emulated": True} if self.emulated else {})
+
+    def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
+        new = clone(module)
+        wrap(new, "forward", with_idle_mlp)
+        return new
+
+
+@dataclass(frozen=True)
+class LessWork(Pass):
+    """The first encoder block does nothing."""
+
+    emulated: bool = False
+    phase: ClassVar[Phase] = Phase.FLOAT
+    numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    def match(self, model: nn.Module) -> Iterator[Site | Skip]:
+        yield Site("image_encoder.blocks.0", {"emulated": True} if self.emulated else {})
+
+    def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
+        new = clone(module)
+        wrap(new, "forward", nothing_done)
+        return new
 
 
 @dataclass(frozen=True)
