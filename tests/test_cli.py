@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 import samopt.bench
 import samopt.peers
+import samopt.speed
 import samopt.timing
 import samopt.tiny
 from samopt.cli import app
@@ -48,7 +49,7 @@ def run(tiny256: Sam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     scenes = samopt.samples.scene_samples
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(samopt.tiny, "load_tiny", lambda: copy.deepcopy(tiny256))
-    monkeypatch.setattr(samopt.samples, "scene_samples", lambda count=4, size=256: scenes(min(count, 2), 256))
+    monkeypatch.setattr(samopt.samples, "scene_samples", lambda count=4, size=256: scenes(1, 256))
     (tmp_path / "eager.toml").write_text(EAGER)
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 
@@ -87,6 +88,21 @@ def test_optimize_writes_the_report_as_json(run: Callable[..., Result], tmp_path
     assert [step["pass"].partition("(")[0] for step in written["steps"]] == ["HoistRelPos", "SDPAttention", "CastDtype"]
     assert written["steps"][0]["accuracy"]["equal"] is True
     assert 0.9 < written["steps"][-1]["accuracy"]["masks"]["mean_iou"] < 1
+
+
+@pytest.mark.parametrize("command", ["optimize", "verify"])
+def test_the_batch_size_that_passes_are_kept_for(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    (tmp_path / "judged.toml").write_text(f'[[pass]]\nname = "linear_patch_embed"\n{EAGER}keep = "if-faster"\n')
+    monkeypatch.setattr(samopt.speed, "median_seconds", lambda calls, device: [1.0] * len(calls))
+    result = run(command, "--recipe", "judged.toml", "--device", "cpu", "--batch-size", 3)
+    assert result.exit_code == 0, result.output
+    told = " ".join(result.output.split())
+    assert "undone: not faster: encoder blocks: 2.67e+03 -> 2.67e+03 ms an image at batch 3" in told
+    if command == "optimize":
+        written = json.loads((tmp_path / "samopt-report.json").read_text())["steps"][-1]
+        assert (written["status"], written["speed"]["batch_size"]) == ("undone", 3)
 
 
 def test_optimize_measures_on_a_folder(run: Callable[..., Result], tmp_path: Path) -> None:
@@ -228,7 +244,7 @@ def test_bench_misses_a_peer_before_anything_is_timed(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("optimize", "--recipe", "fastest"), "unknown recipe 'fastest'; built in: exact, fast, max"),
+        (("optimize", "--recipe", "fastest"), "unknown recipe 'fastest'; built in: blog, exact, fast, max"),
         (("optimize", "--recipe", "none.toml"), "none.toml: cannot read this recipe file"),
         (("optimize", "--recipe", "broken.toml"), "broken.toml, entry 2 (dtype): unknown key 'dtpye'"),
         (("optimize", "--recipe", "unordered.toml"), "entry 2"),

@@ -27,7 +27,6 @@ def block(language: str, mark: str) -> str:
 @pytest.fixture
 def names(sam: Sam, pictures: list[samopt.Sample], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the snippets take for granted; drawn scenes are small ones."""
-    monkeypatch.setattr(sys.modules["samopt.optimize"], "scene_samples", lambda: pictures)
     monkeypatch.setattr(sys.modules["samopt.verify"], "scene_samples", lambda: pictures)
     labels = np.zeros((64, 64), int)
     labels[8:24, 8:24], labels[30:60, 30:50] = 1, 7
