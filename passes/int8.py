@@ -16,8 +16,8 @@ from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes.kernels.devices import cannot_run
 from samopt.passes.linears import ROLES
-from samopt.passes.quantization import quantization_sites, quantize_module
-from samopt.rebind import clone
+from samopt.passes.quantization import BLOCK, quantization_sites, quantize_module
+from samopt.rebind import clone, unbind
 from samopt.result import Site, Skip
 
 
@@ -31,7 +31,8 @@ class Int8Dynamic(Pass):
         layers: which linear layers, by role ("qkv", "proj", "lin1", "lin2" of the encoder's blocks; "decoder") or by
             patterns of dotted names, as "image_encoder.blocks.3.*".
         kernel: "triton" multiplies with scales, bias and GELU in one kernel of samopt's; "torchao" gives the weights to
-            torchao's `Int8DynamicActivationInt8WeightConfig`, on CPU and GPU, and leaves the rest to torch.compile.
+            torchao's `Int8DynamicActivationInt8WeightConfig`, on CPU and GPU, and leaves the rest to torch.compile. Its layers
+            take no other weights later: load a checkpoint before.
     """
 
     layers: tuple[str, ...] = tuple(ROLES)
@@ -56,7 +57,7 @@ class Int8Dynamic(Pass):
         for found in quantization_sites(model, self.layers):
             if self.kernel == "triton" or isinstance(found, Skip):
                 yield found
-            elif "inputs" not in found.facts:
+            elif BLOCK not in found.facts:
                 yield Site(found.fqn, {"kernel": "torchao"})
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
@@ -65,5 +66,6 @@ class Int8Dynamic(Pass):
         from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
 
         new = clone(module)
+        unbind(new, "forward")  # a kernel of another pass cannot read torchao's weights
         quantize_(new, Int8DynamicActivationInt8WeightConfig(version=2, set_inductor_config=False))
         return new

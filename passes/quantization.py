@@ -32,6 +32,7 @@ from samopt.result import Site, Skip
 from samopt.structure import differs, join
 
 FLOAT8 = torch.float8_e4m3fn
+BLOCK = "quantized"  # the fact of a site that is a block: which of its layers are quantised
 SCALE = "result_scale"  # a buffer of `attn` and `mlp`: what their float8 results are divided by
 SLACK = 1.2  # of a bound: weights and inputs are off by up to 1/16 each, rounded to float8
 FED_BY = {"attn.qkv": "norm1", "mlp.lin1": "norm2"}
@@ -53,7 +54,7 @@ def quantization_sites(model: nn.Module, layers: tuple[str, ...]) -> Iterator[Si
         yield Site(name, facts)
     for block in encoder_blocks(model):
         if not isinstance(block, Skip) and (inner := _inside(block[0], found)):
-            yield Site(block[0], {**facts, "quantized": ", ".join(inner)})
+            yield Site(block[0], {**facts, BLOCK: ", ".join(inner)})
 
 
 def _inside(block: str, found: list[str]) -> list[str]:
@@ -63,8 +64,8 @@ def _inside(block: str, found: list[str]) -> list[str]:
 
 def quantize_module(module: nn.Module, site: Site, dtype: torch.dtype) -> nn.Module:
     """The replacement of a linear layer, or of a block whose parts are to give quantised rows."""
-    if "quantized" in site.facts:
-        return _give_rows(module, site.facts["quantized"].split(", "), dtype)
+    if BLOCK in site.facts:
+        return _give_rows(module, site.facts[BLOCK].split(", "), dtype)
     new = QuantizedLinear(module, dtype)
     mark(new)
     return new

@@ -46,6 +46,12 @@ def rebind(module: nn.Module, method: str, function: Callable[..., Any]) -> None
     module.__dict__[method] = functools.partial(function, module)
 
 
+def unbind(module: nn.Module, method: str) -> None:
+    """Makes `module.method(...)` that of its class again. If it was bound, the module no longer is what was checked."""
+    if module.__dict__.pop(method, None) is not None:
+        module.__dict__.pop(MARK, None)
+
+
 def wrap(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
     """Makes `module.method(...)` run `function(inner, module, ...)`, where `inner(...)` is the method as it was."""
     _unmark(module, method, function)

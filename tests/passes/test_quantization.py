@@ -226,6 +226,22 @@ def test_blocks_of_one_kind_compile_once_without_a_break(name: str, dynamo_only:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4  # patch embedding, windowed, global, neck
 
 
+# torchao
+
+
+@pytest.mark.parametrize("before", [(), KERNELS[:2]], ids=["alone", "after the kernels"])
+def test_torchao_is_given_the_layers_asked_for_and_no_others(before: tuple[Pass, ...]) -> None:
+    torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    sam = cast_sam()
+    ours = rewritten(sam, *before)
+    result = Int8Dynamic(("lin1", "proj"), kernel="torchao")(ours)
+    asked = [f"image_encoder.blocks.{index}.{part}" for index in (0, 1) for part in ("attn.proj", "mlp.lin1")]
+    assert [site.fqn for site in result.sites] == asked
+    linears = {name: module for name, module in ours.named_modules() if isinstance(module, nn.Linear)}
+    assert [name for name, module in linears.items() if isinstance(module.weight, torchao.Int8Tensor)] == asked
+    assert relative_error(ours.image_encoder(pixels()), sam.image_encoder(pixels())) < ERROR["int8"]
+
+
 # Bounds of what a layer gives
 
 
