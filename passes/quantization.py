@@ -97,7 +97,7 @@ def _give_rows(block: Any, quantized: list[str], dtype: torch.dtype) -> nn.Modul
             mark(mlp.act)
     in_parts(new, **parts, **{ADD: add})
     if dtype is FLOAT8:
-        for part, given in ((attn, ATTEND in parts), (mlp, ADD_NORM in parts)):
+        for part, given in ((attn, ATTEND in parts), (mlp, ADD_NORM in parts and "mlp.lin2" in quantized)):
             if given:
                 part.register_buffer(SCALE, torch.ones((), device=new.norm1.weight.device), persistent=False)
         set_scales(new)

@@ -167,6 +167,16 @@ def test_any_layer_may_be_left_out(name: str, without: str) -> None:
     assert relative_error(ours.image_encoder(pixels()), sam.image_encoder(pixels())) < ERROR[name]
 
 
+def test_layers_of_an_mlp_may_be_of_two_dtypes() -> None:
+    sam = cast_sam()
+    ours = rewritten(sam, *KERNELS, Float8Dynamic(("lin1",)), Int8Dynamic(("lin2",)))
+    seen: list[Any] = []
+    for block in ours.image_encoder.blocks:
+        block.mlp.lin2.register_forward_pre_hook(lambda _, args: seen.append(args[0].values.dtype))
+    assert relative_error(ours.image_encoder(pixels()), sam.image_encoder(pixels())) < ERROR["float8"]
+    assert seen == [torch.int8] * 2, "rows of another dtype are nothing that a kernel multiplies"
+
+
 @each
 def test_after_the_kernels_inputs_are_quantised_by_what_precedes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone: list[torch.Size] = []
