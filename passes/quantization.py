@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from samopt.passes import encoder_block, linear_gelu, triton_attention
 from samopt.passes.encoder_block import ADD, ADD_NORM, ATTEND, NORM, encoder_blocks, in_parts
 from samopt.passes.kernels.float8_gelu import float8_gelu
-from samopt.passes.kernels.quantized_rows import LIMITS, Rows, layer_norm_rows, quantize_rows
+from samopt.passes.kernels.quantized_rows import LEAST, LIMITS, Rows, layer_norm_rows, quantize_rows
 from samopt.passes.layer_norm import add, unfit_norm
 from samopt.passes.linears import linears
 from samopt.passes.quantized_linear import QuantizedLinear, takes_rows, unfit, weight_of
@@ -107,11 +107,20 @@ def _give_rows(block: Any, quantized: list[str], dtype: torch.dtype) -> nn.Modul
 
 @torch.no_grad()
 def set_scales(block: Any, incompatible_keys: Any = None) -> None:
-    """Computes the scales from the weights of a block: in place, so that compiled code and CUDA graphs see them."""
+    """Computes the scales from the weights of a block, at first and when the block, or what holds it, has loaded others.
+
+    In place, so that compiled code and CUDA graphs see them, unless `load_state_dict(assign=True)` has brought another
+    device. A layer that gives zeros only has a scale too.
+    """
     for name, norm in FED_BY.items():
         part, linear = block.get_submodule(name.partition(".")[0]), block.get_submodule(name)
-        if (scale := getattr(part, SCALE, None)) is not None:
-            scale.copy_(largest(linear, block.get_submodule(norm)) * SLACK / LIMITS[FLOAT8])
+        if (scale := getattr(part, SCALE, None)) is None:
+            continue
+        new = largest(linear, block.get_submodule(norm)).clamp(min=LEAST) * SLACK / LIMITS[FLOAT8]
+        if scale.device == new.device:
+            scale.copy_(new)
+        else:
+            setattr(part, SCALE, new)
 
 
 def largest(linear: Any, norm: Any) -> Tensor:

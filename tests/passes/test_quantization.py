@@ -227,6 +227,16 @@ def test_zero_and_constant_pictures_give_finite_embeddings(name: str, before: tu
 
 
 @each
+@pytest.mark.parametrize("layer", ["attn.qkv", "attn.proj", "mlp.lin1", "mlp.lin2"])
+def test_a_layer_of_zeros_gives_zeros(name: str, layer: str) -> None:
+    sam = cast_sam()
+    for parameter in sam.image_encoder.blocks[0].get_submodule(layer).parameters():
+        parameter.zero_()
+    ours = rewritten(sam, *KERNELS, PASSES[name]())
+    assert relative_error(ours.image_encoder(pixels()), sam.image_encoder(pixels())) < ERROR[name]
+
+
+@each
 def test_blocks_of_one_kind_compile_once_without_a_break(name: str, dynamo_only: None) -> None:
     torch._dynamo.utils.counters.clear()
     ours = rewritten(cast_sam(depth=6, global_blocks=(2, 5)), LinearPatchEmbed(), *KERNELS, PASSES[name]())
@@ -310,6 +320,17 @@ def test_another_checkpoint_loads_and_is_what_runs(name: str, before: tuple[Pass
     fresh.load_state_dict(expected.state_dict())
     assert relative_error(fresh.image_encoder(pixels()), wanted) < 2e-2
     assert fresh.state_dict().keys() == expected.state_dict().keys()
+
+
+@each
+@BEFORE
+def test_a_model_without_memory_is_filled_by_a_checkpoint(name: str, before: tuple[Pass, ...]) -> None:
+    expected, ours = rewritten(cast_sam(), *before, PASSES[name]()), cast_sam().to("meta")
+    for pass_ in (*before, PASSES[name]()):
+        pass_(ours)
+    ours.load_state_dict(expected.state_dict(), assign=True)
+    assert not any(tensor.is_meta for tensor in ours.image_encoder.buffers())
+    assert relative_error(ours.image_encoder(pixels()), expected.image_encoder(pixels())) < 2e-2
 
 
 @each
