@@ -19,8 +19,8 @@ MULTIPLE = 16  # of the sizes that the quantised products take
 class QuantizedLinear(nn.Module):
     """x W^T + b with a scale for each output channel of W and one for each token of x.
 
-    A checkpoint with weights in a floating dtype loads too: they are quantised on the way in, and made 2:4 sparse first
-    where the layer's weights were (see `samopt.passes.SemiSparse`).
+    A checkpoint with weights of another dtype, quantised or not, loads too: they are quantised on the way in, and made
+    2:4 sparse first where the layer's weights were (see `samopt.passes.SemiSparse`).
 
     Args:
         linear: the layer to quantise; it is left as it is, and its bias shared.
@@ -60,9 +60,18 @@ class QuantizedLinear(nn.Module):
         return f"{sizes}, {dtype} weights by channel, {dtype} inputs by token{sparse}"
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        weight = state_dict.get(f"{prefix}weight")
-        if isinstance(weight, Tensor) and weight.dtype in (torch.float32, torch.float16, torch.bfloat16):
-            weight = two_four(weight) if self.two_four and not is_two_four(weight) else weight
+        weight, scale = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}weight_scale")
+        if (
+            isinstance(weight, Tensor)
+            and weight.shape == self.weight.shape
+            and weight.dtype is not self.weight.dtype
+            and (scale is not None or weight.dtype not in PRODUCTS)
+        ):
+            weight = weight.detach()
+            if weight.dtype in PRODUCTS:  # from a model quantised otherwise
+                weight = weight.float() * scale[:, None]
+            if self.two_four and not weight.is_meta and not is_two_four(weight):
+                weight = two_four(weight)
             values, scales = quantized(weight.to(self.dtype).float(), self.weight.dtype)
             # The caller of load_state_dict keeps his dictionary: this is a copy that PyTorch made.
             state_dict[f"{prefix}weight"], state_dict[f"{prefix}weight_scale"] = values, scales[:, 0].contiguous()

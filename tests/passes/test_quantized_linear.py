@@ -98,6 +98,33 @@ def test_a_float_checkpoint_is_quantised_on_the_way_in(dtype: torch.dtype, assig
 
 
 @dtypes
+def test_a_state_of_the_other_dtype_is_quantised_anew(dtype: torch.dtype) -> None:
+    (theirs,) = LIMITS.keys() - {dtype}
+    ours, other = QuantizedLinear(linear(0), dtype), QuantizedLinear(linear(1), theirs)
+    ours.load_state_dict(other.state_dict())
+    assert ours.weight.dtype is dtype
+    assert relative_error(weight_of(ours), weight_of(other)) < ERROR[dtype]
+    state = {key: value for key, value in other.state_dict().items() if key != "weight_scale"}
+    with pytest.raises(RuntimeError, match="Missing key.*weight_scale"):
+        ours.load_state_dict(state)
+
+
+@dtypes
+def test_a_checkpoint_in_double_precision_is_quantised_too(dtype: torch.dtype) -> None:
+    ours = QuantizedLinear(linear(0), dtype)
+    ours.load_state_dict(linear(1).double().state_dict())
+    assert_bit_equal(ours(tokens()), QuantizedLinear(linear(1), dtype)(tokens()))
+
+
+@dtypes
+def test_weights_with_gradients_leave_buffers_without(dtype: torch.dtype) -> None:
+    ours = QuantizedLinear(linear(0), dtype)
+    ours.load_state_dict(linear(1).requires_grad_(True).state_dict(keep_vars=True), assign=True)
+    assert not ours.weight_scale.requires_grad
+    copy.deepcopy(ours)
+
+
+@dtypes
 def test_a_sparse_layer_stays_sparse(dtype: torch.dtype) -> None:
     layer = linear()
     layer.weight.copy_(two_four(layer.weight))
