@@ -15,7 +15,7 @@ from torch import nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
-from samopt.passes.linears import ROLES
+from samopt.passes.linears import ROLES, refuse_none
 from samopt.passes.quantization import quantization_sites, quantize_module
 from samopt.result import Site, Skip
 
@@ -35,6 +35,10 @@ class Float8Dynamic(Pass):
 
     phase: ClassVar[Phase] = Phase.QUANTIZE
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_none("Float8Dynamic", self.layers)
 
     def requires(self, model: nn.Module) -> None:
         """Raises Unsupported on a GPU without float8 products."""

@@ -15,7 +15,7 @@ from torch import nn
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes.kernels.devices import cannot_run
-from samopt.passes.linears import ROLES
+from samopt.passes.linears import ROLES, refuse_none
 from samopt.passes.quantization import BLOCK, quantization_sites, quantize_module
 from samopt.rebind import clone, unbind
 from samopt.result import Site, Skip
@@ -40,6 +40,10 @@ class Int8Dynamic(Pass):
 
     phase: ClassVar[Phase] = Phase.QUANTIZE
     numerics: ClassVar[Numerics] = Numerics.LOSSY
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_none("Int8Dynamic", self.layers)
 
     def requires(self, model: nn.Module) -> None:
         """Raises Unsupported on a GPU where Triton cannot run, and where torchao is asked for and not installed."""

@@ -48,6 +48,12 @@ def linears(model: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, Any]
             yield Skip(name, reason) if reason else (name, module)
 
 
+def refuse_none(pass_: str, layers: Sequence[str]) -> None:
+    """Raises InvalidInput where a pass is given no layers at all."""
+    if not layers:
+        raise InvalidInput(f"{pass_}: layers=() leaves nothing to do")
+
+
 def _of_role(model: nn.Module, role: str) -> Iterator[str]:
     if role == DECODER:
         for fqn, decoder in mask_decoders(model):

@@ -134,6 +134,8 @@ def test_the_decoder_where_it_is_asked_for(name: str) -> None:
 def test_a_word_that_names_nothing_is_refused(name: str) -> None:
     with pytest.raises(InvalidInput, match="'qvk' is no role"):
         PASSES[name](("qvk",))(random_sam())
+    with pytest.raises(InvalidInput, match=r"Dynamic: layers=\(\) leaves nothing to do"):
+        PASSES[name](())
 
 
 def test_what_is_quantised_stays_as_it_is() -> None:
