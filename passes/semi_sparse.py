@@ -7,7 +7,7 @@ accuracy is that of a sparse model, the speed is not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
-from samopt.errors import InvalidInput, Unsupported
+from samopt.errors import Unsupported
 from samopt.passes.calibration import input_moments
 from samopt.passes.kernels.semi_sparse import MULTIPLES, cannot_multiply, compress, fastest, product, unfit
-from samopt.passes.linears import linears
+from samopt.passes.linears import linears, refuse_none
 from samopt.passes.two_four import BLOCK, Criterion, is_two_four, two_four
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
@@ -59,8 +59,7 @@ class SemiSparse(Pass):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.layers:
-            raise InvalidInput("SemiSparse: layers=() leaves nothing to do")
+        refuse_none("SemiSparse", self.layers)
 
     def requires(self, model: nn.Module) -> None:
         """Raises Unsupported where a kernel is asked for by name that cannot run."""
@@ -119,6 +118,7 @@ class SemiSparse(Pass):
             compress_weight(new)
             new.register_load_state_dict_post_hook(compress_weight)
             rebind(new, "forward", linear)
+            rebind(new, "_apply", apply_and_compress)
         return new
 
 
@@ -131,10 +131,9 @@ def sparsify_loaded(module: Any, state_dict: dict[str, Any], prefix: str, *_: An
 
 @torch.no_grad()
 def compress_weight(module: Any, incompatible_keys: Any = None) -> None:
-    """Compresses a layer's weight, at first and when another was loaded.
+    """Compresses a layer's weight, at first and when another was loaded, or it was moved or cast.
 
-    In place, so that compiled code and CUDA graphs see it, unless `load_state_dict(assign=True)` has brought another
-    dtype or device. One that the kernel cannot take, on a CPU say, leaves the layer to the dense product.
+    In place, so that compiled code and CUDA graphs see it, unless its dtype or device is another now. One that the kernel cannot take, on a CPU say, leaves the layer to the dense product.
     """
     kernel, weight = getattr(module, KERNEL), module.weight
     refused = cannot_multiply(weight.device) or unfit(weight, kernel)
@@ -144,6 +143,13 @@ def compress_weight(module: Any, incompatible_keys: Any = None) -> None:
             setattr(module, name, new)
         else:
             old.copy_(new)
+
+
+def apply_and_compress(module: Any, function: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """`nn.Module._apply`, by which `.to(...)` works: what a kernel has compressed cannot be moved or cast itself."""
+    nn.Module._apply(module, function, recurse)
+    compress_weight(module)
+    return module
 
 
 def describe(self: Any) -> str:

@@ -368,6 +368,27 @@ def test_a_weight_that_the_kernel_cannot_take_any_more_is_multiplied_densely(
     assert made_up == []
 
 
+def test_a_layer_that_was_cast_is_compressed_anew(sam: Sam, made_up: list[tuple[Tensor, ...]]) -> None:
+    MAGNITUDE(sam)
+    layer: Any = sam.image_encoder.blocks[0].attn.qkv
+    layer.double()
+    tokens = torch.randn(3, 64, dtype=torch.double)
+    layer(tokens)
+    assert made_up[-1][0].dtype is torch.double
+    layer.weight.data = layer.weight * 3
+    layer.half().double()
+    assert_bit_equal(layer(tokens), nn.functional.linear(tokens, layer.weight, layer.bias))
+
+
+def test_a_layer_moved_to_where_there_is_no_kernel_is_multiplied_densely(
+    sam: Sam, made_up: list[tuple[Tensor, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MAGNITUDE(sam)
+    monkeypatch.setattr("samopt.passes.semi_sparse.cannot_multiply", lambda device: "it was moved to a CPU")
+    sam.to("cpu").image_encoder(torch.ones(1, 3, 64, 64))
+    assert made_up == []
+
+
 @pytest.mark.usefixtures("kernels_anywhere")
 def test_the_fused_mlp_stays_dense_unless_a_kernel_is_asked_for(made_up: list[tuple[Tensor, ...]]) -> None:
     sam = random_sam()
