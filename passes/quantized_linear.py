@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,13 @@ from samopt.passes.kernels.quantized_rows import Rows, quantize_rows, quantized
 from samopt.passes.two_four import is_two_four, two_four
 
 PRODUCTS = {torch.int8: int8_linear, torch.float8_e4m3fn: float8_linear}
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
 MULTIPLE = 16  # of the sizes that the quantised products take
 
 
@@ -21,6 +29,8 @@ class QuantizedLinear(nn.Module):
 
     A checkpoint with weights of another dtype, quantised or not, loads too: they are quantised on the way in, and made
     2:4 sparse first where the layer's weights were (see `samopt.passes.SemiSparse`).
+
+    Hooks on the layer's calls stay; those before it see quantised rows where what precedes it gives them.
 
     Args:
         linear: the layer to quantise; it is left as it is, and its bias shared.
@@ -46,6 +56,8 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("weight_scale", scales[:, 0].contiguous())
         bias = linear.bias
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=bias.requires_grad)
+        for name in HOOKS:
+            setattr(self, name, copy.copy(getattr(linear, name)))
 
     def forward(self, x: Tensor | Rows, gelu: bool = False) -> Tensor:
         """The layer, or its GELU, of tokens [..., K], quantised already or not; [..., N]."""

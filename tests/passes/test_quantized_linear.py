@@ -72,6 +72,17 @@ def test_weights_that_are_not_finite_show(dtype: torch.dtype, bad: float) -> Non
 
 
 @dtypes
+def test_hooks_stay(dtype: torch.dtype) -> None:
+    layer, x = linear(), tokens()
+    layer.register_forward_pre_hook(lambda _, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True)
+    layer.register_forward_hook(lambda _, args, out: out + 1)
+    ours = QuantizedLinear(layer, dtype)
+    assert_bit_equal(ours(x), QuantizedLinear(linear(), dtype)(2 * x) + 1)
+    ours.register_forward_hook(lambda _, args, out: out.zero_())
+    assert layer(x).any(), "the layer that was quantised has its own"
+
+
+@dtypes
 def test_its_own_state_loads(dtype: torch.dtype) -> None:
     ours, other = QuantizedLinear(linear(0), dtype), QuantizedLinear(linear(1), dtype)
     state = other.state_dict()
