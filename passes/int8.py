@@ -31,8 +31,8 @@ class Int8Dynamic(Pass):
         layers: which linear layers, by role ("qkv", "proj", "lin1", "lin2" of the encoder's blocks; "decoder") or by
             patterns of dotted names, as "image_encoder.blocks.3.*".
         kernel: "triton" multiplies with scales, bias and GELU in one kernel of samopt's; "torchao" gives the weights to
-            torchao's `Int8DynamicActivationInt8WeightConfig`, on CPU and GPU, and leaves the rest to torch.compile. Its layers
-            take no other weights later: load a checkpoint before.
+            torchao's `Int8DynamicActivationInt8WeightConfig`, on CPU and GPU, and leaves the rest to torch.compile.
+            Layers so quantised take no checkpoint later: load it before.
     """
 
     layers: tuple[str, ...] = tuple(ROLES)

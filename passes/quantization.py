@@ -107,7 +107,7 @@ def _give_rows(block: Any, quantized: list[str], dtype: torch.dtype) -> nn.Modul
 
 @torch.no_grad()
 def set_scales(block: Any, incompatible_keys: Any = None) -> None:
-    """Computes the scales from the weights of a block, at first and when the block, or what holds it, has loaded others.
+    """Computes the scales from a block's weights, at first and when the block, or what holds it, has loaded others.
 
     In place, so that compiled code and CUDA graphs see them, unless `load_state_dict(assign=True)` has brought another
     device. A layer that gives zeros only has a scale too.

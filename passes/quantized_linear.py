@@ -77,10 +77,10 @@ class QuantizedLinear(nn.Module):
             isinstance(weight, Tensor)
             and weight.shape == self.weight.shape
             and weight.dtype is not self.weight.dtype
-            and (scale is not None or weight.dtype not in PRODUCTS)
+            and (weight.dtype not in PRODUCTS or isinstance(scale, Tensor))
         ):
             weight = weight.detach()
-            if weight.dtype in PRODUCTS:  # from a model quantised otherwise
+            if weight.dtype in PRODUCTS and isinstance(scale, Tensor):  # from a model quantised otherwise
                 weight = weight.float() * scale[:, None]
             if self.two_four and not weight.is_meta and not is_two_four(weight):
                 weight = two_four(weight)

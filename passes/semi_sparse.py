@@ -133,7 +133,8 @@ def sparsify_loaded(module: Any, state_dict: dict[str, Any], prefix: str, *_: An
 def compress_weight(module: Any, incompatible_keys: Any = None) -> None:
     """Compresses a layer's weight, at first and when another was loaded, or it was moved or cast.
 
-    In place, so that compiled code and CUDA graphs see it, unless its dtype or device is another now. One that the kernel cannot take, on a CPU say, leaves the layer to the dense product.
+    In place, so that compiled code and CUDA graphs see it, unless its dtype or device is another now. One that the
+    kernel cannot take, on a CPU say, leaves the layer to the dense product.
     """
     kernel, weight = getattr(module, KERNEL), module.weight
     refused = cannot_multiply(weight.device) or unfit(weight, kernel)

@@ -44,7 +44,7 @@ def optimize(
 
     Args:
         sam: a `segment_anything` Sam, on the device it will run on. It is left as it is.
-        recipe: a built-in name ("exact", "fast", "max"), a TOML file, a `Recipe`, or a list of passes.
+        recipe: a built-in name ("exact", "fast", "max", "blog"), a TOML file, a `Recipe`, or a list of passes.
         samples: pictures to measure accuracy on, and for passes that calibrate (see `as_samples`), four of them where
             it is a folder; None draws four scenes with exact ground truth, and others to calibrate on.
         inplace: rewrite `sam` itself, which saves the memory of a copy.

@@ -116,7 +116,7 @@ def test_a_state_of_the_other_dtype_is_quantised_anew(dtype: torch.dtype) -> Non
     assert ours.weight.dtype is dtype
     assert relative_error(weight_of(ours), weight_of(other)) < ERROR[dtype]
     state = {key: value for key, value in other.state_dict().items() if key != "weight_scale"}
-    with pytest.raises(RuntimeError, match="Missing key.*weight_scale"):
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight_scale"):
         ours.load_state_dict(state)
 
 
