@@ -6,10 +6,11 @@ quantised rows to `qkv` and `lin1`, and GELU, moved to the entry of `lin2`, give
 In float8 the attention and `lin1` write float8 themselves. Rows then have one scale, known before they are computed. A
 norm's rows have at most the length sqrt(C) before its weight gamma and bias beta, so that by Cauchy and Schwarz
 
-    |w . norm(x) + b| <= sqrt(C) |w * gamma| + |w . beta + b|,
+    |w . norm(x) + b| <= sqrt(C) |w * gamma| + |w . beta + b|
 
-what the attention gives is a mean of such values, and GELU makes none larger. That bound is several times what occurs;
-but float8 has an exponent, and loses nothing until values are some ten thousand times smaller than the bound.
+and somewhat more with w and norm(x) rounded. What the attention gives is a mean of such values, and GELU makes none
+larger. That bound is several times what occurs; but float8 has an exponent, and loses nothing until values are some ten
+thousand times smaller than the bound.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from samopt.structure import differs, join
 FLOAT8 = torch.float8_e4m3fn
 BLOCK = "quantized"  # the fact of a site that is a block: which of its layers are quantised
 SCALE = "result_scale"  # a buffer of `attn` and `mlp`: what their float8 results are divided by
-SLACK = 1.2  # of a bound: weights and inputs are off by up to 1/16 each, rounded to float8
+ROUNDING = (1 + 2.0**-4) ** 2 - 1  # what products of weights and inputs are off by at most, both rounded to float8
 FED_BY = {"attn.qkv": "norm1", "mlp.lin1": "norm2"}
 
 
@@ -116,7 +117,7 @@ def set_scales(block: Any, incompatible_keys: Any = None) -> None:
         part, linear = block.get_submodule(name.partition(".")[0]), block.get_submodule(name)
         if (scale := getattr(part, SCALE, None)) is None:
             continue
-        new = largest(linear, block.get_submodule(norm)).clamp(min=LEAST) * SLACK / LIMITS[FLOAT8]
+        new = largest(linear, block.get_submodule(norm)).clamp(min=LEAST) / LIMITS[FLOAT8]
         if scale.device == new.device:
             scale.copy_(new)
         else:
@@ -124,10 +125,11 @@ def set_scales(block: Any, incompatible_keys: Any = None) -> None:
 
 
 def largest(linear: Any, norm: Any) -> Tensor:
-    """A bound of what a linear layer gives of a norm's rows and of zeros: a float32 number."""
+    """A bound of what a linear layer gives of a norm's rows and of zeros, rounded to float8: a float32 number."""
     weight, gamma, beta = weight_of(linear), norm.weight.float(), norm.bias.float()
     bias = weight.new_zeros(len(weight)) if linear.bias is None else linear.bias.float()
-    of_rows = len(gamma) ** 0.5 * (weight * gamma).norm(dim=1) + (weight @ beta + bias).abs()
+    of_rows = (1 + ROUNDING) * len(gamma) ** 0.5 * (weight * gamma).norm(dim=1)
+    of_rows += (weight @ beta + bias).abs() + ROUNDING * (weight.abs() @ beta.abs())
     return torch.maximum(of_rows, bias.abs()).max()
 
 

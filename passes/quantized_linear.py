@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from samopt.base import APPLIED
 from samopt.passes.kernels.float8_linear import float8_linear
 from samopt.passes.kernels.int8_linear import int8_linear
 from samopt.passes.kernels.quantized_rows import Rows, quantize_rows, quantized
@@ -41,7 +43,7 @@ class QuantizedLinear(nn.Module):
         weight_scale: [N], float32.
         bias: [N] in the layer's own dtype, or None.
         dtype: of the results: that of the layer's weights.
-        two_four: whether two of every four weights are zero.
+        two_four: whether SemiSparse made two of every four weights zero.
     """
 
     weight: Tensor
@@ -50,7 +52,7 @@ class QuantizedLinear(nn.Module):
     def __init__(self, linear: Any, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features, self.dtype = linear.in_features, linear.out_features, linear.weight.dtype
-        self.two_four = not linear.weight.is_meta and is_two_four(linear.weight)
+        self.two_four = "SemiSparse" in vars(linear).get(APPLIED, ())
         values, scales = quantized(linear.weight.detach().float(), dtype)
         self.register_buffer("weight", values)
         self.register_buffer("weight_scale", scales[:, 0].contiguous())
@@ -70,6 +72,16 @@ class QuantizedLinear(nn.Module):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         sparse = ", 2:4 sparse" if self.two_four else ""
         return f"{sizes}, {dtype} weights by channel, {dtype} inputs by token{sparse}"
+
+    def _apply(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Moves as any module; a cast changes the dtype of the results, not what is quantised."""
+        held = {"weight": self.weight, "weight_scale": self.weight_scale}
+        super()._apply(function, recurse)
+        for name, old in held.items():
+            if (new := getattr(self, name)).dtype is not old.dtype:
+                setattr(self, name, old.to(new.device))
+        self.dtype = function(torch.empty(0, dtype=self.dtype, device=held["weight"].device)).dtype
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         weight, scale = state_dict.get(f"{prefix}weight"), state_dict.get(f"{prefix}weight_scale")

@@ -199,6 +199,7 @@ class _Run:
 
     def _all_emulated(self, pass_: Pass) -> bool:
         """Whether all that a pass would rewrite is arithmetic that this device only emulates: it need not be tried."""
+        pass_.requires(self.model)
         sites = [found for found in pass_.match(self.model) if isinstance(found, Site)]
         return bool(sites) and all(site.facts.get("emulated") for site in sites)
 

@@ -283,7 +283,8 @@ def test_the_bound_is_reached_by_the_worst_row_and_by_no_other() -> None:
     worst = linear(norm(linear.weight * norm.weight)).diagonal()
     expected = 64**0.5 * (linear.weight * norm.weight).norm(dim=1)
     assert torch.allclose(worst, expected, rtol=1e-4)
-    assert float(quantization.largest(linear, norm)) == pytest.approx(float(expected.max()), rel=1e-5)
+    worst_of_all = float(expected.max()) * (1 + quantization.ROUNDING)
+    assert float(quantization.largest(linear, norm)) == pytest.approx(worst_of_all, rel=1e-5)
 
 
 def test_the_bound_counts_the_padding_too() -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from samopt.passes import SemiSparse
 from samopt.passes.kernels.quantized_rows import LIMITS, Rows, quantize_rows
 from samopt.passes.quantized_linear import QuantizedLinear, unfit, weight_of
-from samopt.passes.two_four import is_two_four, two_four
+from samopt.passes.two_four import is_two_four
 from tests.numerics import assert_bit_equal, relative_error
 
 dtypes = pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -137,9 +138,9 @@ def test_weights_with_gradients_leave_buffers_without(dtype: torch.dtype) -> Non
 
 @dtypes
 def test_a_sparse_layer_stays_sparse(dtype: torch.dtype) -> None:
-    layer = linear()
-    layer.weight.copy_(two_four(layer.weight))
-    ours = QuantizedLinear(layer, dtype)
+    sparse = nn.Sequential(linear())
+    SemiSparse(("0",), criterion="magnitude", update=False)(sparse)
+    ours = QuantizedLinear(sparse[0], dtype)
     assert is_two_four(ours.weight.float())
     assert repr(ours).endswith("inputs by token, 2:4 sparse)")
     ours.load_state_dict(linear(1).state_dict())
@@ -148,6 +149,17 @@ def test_a_sparse_layer_stays_sparse(dtype: torch.dtype) -> None:
     assert is_two_four(ours.weight.float())
     assert kept.float().mean() == pytest.approx(0.5, abs=0.02)
     assert relative_error(weight_of(ours)[kept], weight_of(expected)[kept]) < ERROR[dtype]
+
+
+@dtypes
+def test_a_cast_changes_the_results_dtype_and_not_the_weights(dtype: torch.dtype) -> None:
+    ours = QuantizedLinear(linear(), dtype)
+    expected = ours(tokens())
+    ours.half()
+    assert (ours.weight.dtype, ours.weight_scale.dtype) == (dtype, torch.float32)
+    assert ours(tokens().half()).dtype is torch.float16
+    assert relative_error(ours(tokens()), expected) < 2e-3
+    assert_bit_equal(ours.float()(tokens()).half(), ours.half()(tokens()))
 
 
 @dtypes
