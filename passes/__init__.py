@@ -10,6 +10,7 @@ from samopt.passes.int8 import Int8Dynamic
 from samopt.passes.layer_norm import TritonLayerNorm
 from samopt.passes.linear_gelu import LinearGELU
 from samopt.passes.linear_patch_embed import LinearPatchEmbed
+from samopt.passes.mask_decoder import FusedMaskDecoder
 from samopt.passes.rel_pos import HoistRelPos
 from samopt.passes.sdpa import SDPAttention
 from samopt.passes.semi_sparse import SemiSparse
@@ -21,6 +22,7 @@ PASSES: dict[str, type[Pass]] = {
     "rel_pos": HoistRelPos,
     "where_indexing": WhereIndexing,
     "sdpa": SDPAttention,
+    "decoder": FusedMaskDecoder,
     "dtype": CastDtype,
     "triton_attention": TritonAttention,
     "linear_gelu": LinearGELU,
@@ -36,6 +38,7 @@ __all__ = [
     "CastDtype",
     "Compile",
     "Float8Dynamic",
+    "FusedMaskDecoder",
     "HoistRelPos",
     "Int8Dynamic",
     "LinearGELU",

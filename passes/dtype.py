@@ -95,7 +95,16 @@ def layer_norm_2d_in_float32(norm: Any, x: Tensor) -> Tensor:
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
+        return _to(value, dtype) if value.is_floating_point() else value
     if type(value) in (list, tuple):
         return type(value)(_cast(item, dtype) for item in value)
     return value
+
+
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in `dtype`; what is expanded (stride 0) is cast once and expanded again, not copied in full."""
+    once = tensor
+    for dim, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            once = once.narrow(dim, 0, 1)
+    return once.to(dtype).expand(tensor.shape)

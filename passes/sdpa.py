@@ -113,16 +113,23 @@ def _folded(self: Any, q: Tensor, k: Tensor, v: Tensor, rel_h: Tensor, rel_w: Te
 def two_way_attention(self: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The two-way transformer's attention, fused.
 
+    Either side may be one for the whole batch, as in SAM's own code: it is projected once, and never copied.
+
     Args:
-        q: queries [B, N, C].
-        k: keys [B, M, C].
-        v: values [B, M, C].
+        q: queries [B, N, C], or [1, N, C].
+        k: keys [B, M, C], or [1, M, C].
+        v: values, of the shape of the keys.
 
     Returns:
         [B, N, C].
     """
-    q, k, v = (
-        self._separate_heads(projection(x), self.num_heads)
-        for projection, x in ((self.q_proj, q), (self.k_proj, k), (self.v_proj, v))
-    )
-    return self.out_proj(self._recombine_heads(F.scaled_dot_product_attention(q, k, v)))
+    q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
+    batch, tokens = q.shape[:2]
+    long = batch != 1 and k.shape[0] == 1 and v.shape[0] == 1
+    if long:  # the keys are everyone's, so that all queries may be one sequence
+        q = q.reshape(1, batch * tokens, q.shape[2])
+    q, k, v = (self._separate_heads(x, self.num_heads) for x in (q, k, v))
+    if q.shape[0] == 1:  # fused kernels broadcast no batch, but take one of stride 0
+        q = q.expand(k.shape[0], -1, -1, -1)
+    out = self.out_proj(self._recombine_heads(F.scaled_dot_product_attention(q, k, v)))
+    return out.reshape(batch, tokens, out.shape[2]) if long else out

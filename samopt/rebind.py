@@ -59,6 +59,18 @@ def wrap(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
     module.__dict__[method] = functools.partial(function, inner, module)
 
 
+def rebind_inside(module: nn.Module, method: str, function: Callable[..., Any]) -> None:
+    """Like `rebind`, but what `wrap` put around the method stays around it: passes go in either order."""
+    _unmark(module, method, function)
+
+    def inside(bound: Any) -> Any:
+        if isinstance(bound, functools.partial) and len(bound.args) == 2 and bound.args[1] is module:
+            return functools.partial(bound.func, inside(bound.args[0]), module)
+        return functools.partial(function, module)
+
+    module.__dict__[method] = inside(module.__dict__.get(method))
+
+
 def mark(*modules: nn.Module) -> None:
     """Says of modules that what they compute was checked, so that a pass's code may read their weights instead of
     calling them. A module put in their place has no mark, nor has a clone whose forward is bound to foreign code."""

@@ -1,0 +1,176 @@
+"""The mask decoder without a copy of the image for every prompt.
+
+SAM repeats the image's embedding and its positions for each of N prompts, and adds the embedding of the prompt's mask:
+without one, that is the same for all. Until the image tokens first attend to the prompt's, at the end of the first
+layer, the image side so holds N times the same numbers, and their projections are computed N times: the keys and
+values that tokens attend to, and the queries of the image. Positions are equal for all prompts throughout.
+
+Here what is equal stays a batch of one. SAM's own layers broadcast it, and `SDPAttention`'s attention does so
+without a copy: all prompts' tokens attend to one set of keys as one long sequence of queries. Of 64 prompts this saves
+a quarter of the decoder's arithmetic. The networks that make the masks' weights, one per mask, run as one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from samopt.base import Numerics, Pass, Phase
+from samopt.errors import InvalidInput
+from samopt.rebind import clone, mark, marked, rebind_inside
+from samopt.result import Site, Skip
+from samopt.structure import differs, mask_decoders
+
+
+@dataclass(frozen=True)
+class FusedMaskDecoder(Pass):
+    """Predicts masks with one copy of the image for all prompts, as long as the arithmetic allows.
+
+    Results are SAM's for every kind of prompt. One thing is new: `image_embeddings` may hold one image for each prompt,
+    [N, C, h, w], where SAM's code would repeat each of them N times, and fail.
+
+    It gains the most together with `SDPAttention`, in either order: SAM's own attention computes what is shared once,
+    but copies it for its products.
+    """
+
+    phase: ClassVar[Phase] = Phase.FLOAT
+    numerics: ClassVar[Numerics] = Numerics.ROUNDING
+
+    def match(self, model: nn.Module) -> Iterator[Site | Skip]:
+        """Yields the mask decoders; one whose code, or whose transformer's, is not SAM's is a Skip."""
+        for fqn, decoder in mask_decoders(model):
+            reason = _unfit(decoder)
+            yield Skip(fqn, reason) if reason else Site(fqn)
+
+    def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
+        new: Any = clone(module)
+        rebind_inside(new, "predict_masks", predict_masks)
+        mark(*_broadcasting(new.transformer))
+        if _alike(new.output_hypernetworks_mlps):
+            mark(*new.output_hypernetworks_mlps)
+        return new
+
+
+def _unfit(decoder: Any) -> str | None:
+    from segment_anything.modeling import MaskDecoder, TwoWayTransformer
+    from segment_anything.modeling.transformer import Attention, TwoWayAttentionBlock
+
+    if reason := differs(decoder, "predict_masks", MaskDecoder.predict_masks):
+        return reason
+    if reason := differs(decoder.transformer, "forward", TwoWayTransformer.forward):
+        return f"transformer: {reason}"
+    for index, layer in enumerate(decoder.transformer.layers):
+        if reason := differs(layer, "forward", TwoWayAttentionBlock.forward):
+            return f"transformer.layers.{index}: {reason}"
+    for attention in _attentions(decoder.transformer):
+        if reason := differs(attention, "forward", Attention.forward):
+            return f"an attention of its transformer: {reason}"
+    return None
+
+
+def _attentions(transformer: Any) -> Iterator[nn.Module]:
+    """The attention modules of a two-way transformer that see the image."""
+    for layer in transformer.layers:
+        yield from (layer.cross_attn_token_to_image, layer.cross_attn_image_to_token)
+    yield transformer.final_attn_token_to_image
+
+
+def _broadcasting(transformer: Any) -> list[nn.Module]:
+    """The modules that must take an image side of batch 1: those of SAM's code do."""
+    return [transformer, *transformer.layers, *_attentions(transformer)]
+
+
+def _alike(mlps: Sequence[Any]) -> bool:
+    """Whether modules are SAM's MLPs, and can run as one batch."""
+    from segment_anything.modeling.mask_decoder import MLP
+
+    if not len(mlps) or any(differs(mlp, "forward", MLP.forward) or mlp.sigmoid_output for mlp in mlps):
+        return False
+    shapes = {tuple(getattr(layer, "weight", torch.empty(0)).shape for layer in mlp.layers) for mlp in mlps}
+    return len(shapes) == 1
+
+
+def predict_masks(
+    self: Any,
+    image_embeddings: Tensor,
+    image_pe: Tensor,
+    sparse_prompt_embeddings: Tensor,
+    dense_prompt_embeddings: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """SAM's masks for N prompts, without a copy of the image for each.
+
+    Args:
+        self: a mask decoder.
+        image_embeddings: [1, C, h, w], one image for all prompts, or [N, C, h, w], one for each; or several images and
+            one prompt for all of them.
+        image_pe: the positions of the image tokens, [1, C, h, w].
+        sparse_prompt_embeddings: points and boxes, [N, T, C].
+        dense_prompt_embeddings: [N, C, h, w], or [1, C, h, w] for all. Where its batch is expanded (stride 0), as
+            SAM's is without mask prompts, all prompts share one.
+
+    Returns:
+        Logits [N, masks, 4 h, 4 w] and predicted IoU [N, masks].
+
+    Raises:
+        InvalidInput: neither one image, nor one prompt, nor as many images as prompts.
+    """
+    prompts = sparse_prompt_embeddings.shape[0]
+    own = torch.cat([self.iou_token.weight, self.mask_tokens.weight]).expand(prompts, -1, -1)
+    tokens = torch.cat((own, sparse_prompt_embeddings), dim=1)
+
+    image, dense = shared(image_embeddings), shared(dense_prompt_embeddings)
+    if image.shape[0] != 1 and prompts != 1 and image.shape[0] != prompts:
+        raise InvalidInput(
+            f"the mask decoder got {image.shape[0]} image embeddings for {prompts} prompts: "
+            "pass one for all prompts, or one for each"
+        )
+    src = image + dense
+    height, width = src.shape[2:]
+    if not marked(*_broadcasting(self.transformer)):  # a module put there later sees what SAM's code would give it
+        if src.shape[0] == 1:
+            src = torch.repeat_interleave(src, prompts, dim=0)
+        image_pe = torch.repeat_interleave(image_pe, prompts, dim=0)
+    hs, src = self.transformer(src, image_pe, tokens)
+
+    upscaled = self.output_upscaling(src.transpose(1, 2).unflatten(2, (height, width)))
+    hyper_in = hypernetworks(self.output_hypernetworks_mlps, hs[:, 1 : 1 + self.num_mask_tokens])
+    masks = (hyper_in @ upscaled.flatten(2)).unflatten(2, upscaled.shape[2:])
+    return masks, self.iou_prediction_head(hs[:, 0])
+
+
+def shared(batch: Tensor) -> Tensor:
+    """A batch [B, ...] as [1, ...] where all of it is one tensor, expanded."""
+    return batch[:1] if batch.stride(0) == 0 else batch
+
+
+def hypernetworks(mlps: Any, tokens: Tensor) -> Tensor:
+    """The weights of the masks, of one MLP each: [N, M, C] to [N, M, C / 8].
+
+    The weights are stacked at every call, 2 MiB for SAM's: so there is nothing to go stale. MLPs or layers that were
+    replaced, or have hooks, run one by one.
+    """
+    if not (marked(*mlps) and all(_plain(layer) for mlp in mlps for layer in mlp.layers) and not _hooked(mlps)):
+        return torch.stack([mlp(tokens[:, index]) for index, mlp in enumerate(mlps)], dim=1)
+    x = tokens.transpose(0, 1)
+    depth = len(mlps[0].layers)
+    for index in range(depth):
+        layers = [mlp.layers[index] for mlp in mlps]
+        weight, bias = (torch.stack([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        x = torch.baddbmm(bias[:, None], x, weight.transpose(1, 2))
+        if index < depth - 1:
+            x = F.relu(x)
+    return x.transpose(0, 1)
+
+
+def _plain(layer: Any) -> bool:
+    """Whether a module computes x W^T + b of its own weight and bias."""
+    return type(layer).forward is nn.Linear.forward and "forward" not in layer.__dict__ and layer.bias is not None
+
+
+def _hooked(mlps: nn.Module) -> bool:
+    return any(len(part._forward_hooks) or len(part._forward_pre_hooks) for part in mlps.modules())
