@@ -1,4 +1,4 @@
-"""The image encoder through torch.compile, in place.
+"""The image encoder and the mask decoder through torch.compile, in place.
 
 `module.compile()` keeps the module, its state_dict keys and its hooks, where `torch.compile(module)` would wrap it and
 rename the keys. Compiled block by block, blocks of one kind (windowed, global) share one compilation, so that 32
@@ -8,6 +8,10 @@ Each batch size, dtype, and grad mode compiles anew: so batches are brought to a
 The limit on recompilations counts for one piece of code over all models of the process, and past it PyTorch would run
 uncompiled with only a warning: the pass raises that limit, and with `fullgraph=True` hitting it, or any graph break,
 is an error.
+
+The decoder is compiled once for any number of prompts and points: only a single prompt, as PyTorch specialises on 1,
+and none of each have code of their own. It is `forward` that is compiled; `predict_masks`, which the ONNX export calls
+directly and traces, stays as it is.
 """
 
 from __future__ import annotations
@@ -28,20 +32,21 @@ from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput, SamoptError, Unsupported
 from samopt.passes.batches import Batches, encode
 from samopt.passes.cuda_graphs import CudaGraphs
+from samopt.passes.mask_decoder import shared
 from samopt.rebind import bind_methods, clone
 from samopt.result import Site, Skip
-from samopt.structure import differs, encoders, is_encoder, join
+from samopt.structure import differs, encoders, is_encoder, join, mask_decoders
 
 
 @dataclass(frozen=True)
 class Compile(Pass):
-    """Compiles the image encoder with TorchInductor. The compilation itself happens at the first call.
+    """Compiles image encoder and mask decoder with TorchInductor. The compilation itself happens at the first call.
 
     A deep copy or an unpickled model is not compiled (PyTorch drops it): apply `Compile()` to it again.
 
     An encoder whose own code is not SAM's is compiled, and takes its batches as they come, without CUDA graphs. So
     does one with hooks, in it or in its modules, as long as it has them: they are called as in the unmodified
-    model.
+    model. A decoder whose own code is not SAM's is left as it is.
 
     Attributes:
         scope: "block" compiles patch embedding, every block and the neck; "encoder" the encoder as a whole.
@@ -55,6 +60,9 @@ class Compile(Pass):
             take turns. Weights may be loaded, moved or replaced, and modules and hooks put in or taken out. Other
             changes of an encoder that was captured, as a forward that is bound anew or a norm's `eps`, are not seen:
             undo Compile and apply it again.
+        decoder: compile the mask decoder too: two compilations, for one prompt and for several, for each of multimask
+            output and single, with mask prompts and without. "auto" where the model is on a GPU when the pass runs: on
+            a CPU each takes ten seconds, and gains little. It runs without CUDA graphs.
         recompile_limit: compilations allowed for one piece of code, all models of the process together.
     """
 
@@ -62,6 +70,7 @@ class Compile(Pass):
     mode: Literal["default", "max-autotune"] = "default"
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     cuda_graphs: bool | Literal["auto"] = False
+    decoder: bool | Literal["auto"] = "auto"
     recompile_limit: int = 64
 
     phase: ClassVar[Phase] = Phase.COMPILE
@@ -99,9 +108,16 @@ class Compile(Pass):
             if self.scope == "block":
                 names = ["patch_embed", *(f"blocks.{index}" for index in range(len(encoder.blocks))), "neck"]
                 yield from (Site(join(fqn, name)) for name in names)
+        for fqn, decoder in mask_decoders(model):
+            if self.decoder is True or (self.decoder == "auto" and next(decoder.parameters()).is_cuda):
+                reason = _decoder_differs(decoder)
+                yield Skip(fqn, f"it is not compiled: {reason}") if reason else Site(fqn, {"kind": "decoder"})
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         new: Any = clone(module)
+        if site.facts.get("kind") == "decoder":
+            new._compiled_call_impl = functools.partial(decode, self.compiled(new))
+            return new
         whole = is_encoder(module)
         call = new._call_impl
         if not whole or self.scope == "encoder":
@@ -115,7 +131,7 @@ class Compile(Pass):
         return new
 
     def compiled(self, module: nn.Module) -> Callable[..., Any]:
-        """Compiles `module`, a clone, in place, at any batch size; returns what calls it, hooks included."""
+        """Compiles `module`, a clone, in place, anew for each shape; returns what calls it, hooks included."""
         bind_methods(module)
         module.compile(fullgraph=True, dynamic=False, options=self._inductor_options())
         call: Any = module._compiled_call_impl
@@ -135,7 +151,52 @@ def _differs(encoder: nn.Module) -> str | None:
     return differs(encoder, "forward", ImageEncoderViT.forward)
 
 
-def call_compiled(compiled: Callable[..., Tensor], limit: int, *args: Any, **kwargs: Any) -> Tensor:
+def _decoder_differs(decoder: nn.Module) -> str | None:
+    from segment_anything.modeling import MaskDecoder
+
+    return differs(decoder, "forward", MaskDecoder.forward) or differs(
+        decoder, "predict_masks", MaskDecoder.predict_masks
+    )
+
+
+def decode(
+    call: Callable[..., tuple[Tensor, Tensor]],
+    image_embeddings: Tensor,
+    image_pe: Tensor,
+    sparse_prompt_embeddings: Tensor,
+    dense_prompt_embeddings: Tensor,
+    multimask_output: bool,
+) -> tuple[Tensor, Tensor]:
+    """Calls a compiled mask decoder: one compilation serves any number of prompts, and of points.
+
+    The image side is cut to what differs, so that the code sees either one or as many as there are prompts. What is
+    marked as dynamic is a view: the caller's tensors carry no mark.
+
+    Args:
+        call: what calls it, hooks included.
+        image_embeddings: as in SAM, and the others likewise.
+        image_pe: likewise.
+        sparse_prompt_embeddings: [N, T, C].
+        dense_prompt_embeddings: [N, C, h, w].
+        multimask_output: likewise.
+
+    Returns:
+        Logits and predicted IoU.
+    """
+    sparse = _dynamic(sparse_prompt_embeddings, 0, 1)
+    image, dense = (_dynamic(shared(batch), 0) for batch in (image_embeddings, dense_prompt_embeddings))
+    return call(image, image_pe, sparse, dense, multimask_output)
+
+
+def _dynamic(tensor: Tensor, *dims: int) -> Tensor:
+    """A view of a tensor some of whose sizes torch.compile takes for any size; not for 0 and 1, which it never does."""
+    view = tensor.view(tensor.shape)
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(view, dim)
+    return view
+
+
+def call_compiled(compiled: Callable[..., Any], limit: int, *args: Any, **kwargs: Any) -> Any:
     """Calls a compiled module. Raises SamoptError, where PyTorch would fall back to uncompiled code, at the limit."""
     config = torch._dynamo.config
     if config.recompile_limit < limit:  # set at the call, as each thread has its own values
@@ -145,7 +206,7 @@ def call_compiled(compiled: Callable[..., Tensor], limit: int, *args: Any, **kwa
         return compiled(*args, **kwargs)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise SamoptError(
-            f"the compiled image encoder met more kinds of input than this process may compile "
+            f"the compiled code met more kinds of input than this process may compile "
             f"({config.recompile_limit}: batch sizes, dtypes, grad modes, models); "
             "raise Compile(recompile_limit=...), or call torch._dynamo.reset() between models"
         ) from error

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import samopt
-from samopt import AlreadyApplied, InvalidInput, Recipe, SamoptError, Step, Unsupported, optimize
-from samopt.passes import CastDtype, Compile, HoistRelPos, LinearPatchEmbed, SDPAttention
+from samopt import AlreadyApplied, InvalidInput, Pass, Recipe, SamoptError, Site, Skip, Step, Unsupported, optimize
+from samopt.passes import CastDtype, Compile, FusedMaskDecoder, HoistRelPos, LinearPatchEmbed, SDPAttention
 from samopt.passes import compile as compile_pass
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, assert_rounding
@@ -246,3 +246,115 @@ def test_an_encoder_alone_compiles_in_place(scope: Literal["block", "encoder"]) 
         result.undo()
         assert encoder._compiled_call_impl is None
         assert_bit_equal(encoder(pixels), before(pixels))
+
+
+# The mask decoder
+
+
+def decoder_inputs(prompts: int, tokens: int = 2, *, masks: bool = False, images: int = 1) -> list[Tensor]:
+    """An image's embedding and positions, sparse and dense prompts."""
+    generator = torch.Generator().manual_seed(prompts)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    dense = normal(prompts, 64, 4, 4) if masks else normal(1, 64, 1, 1).expand(prompts, -1, 4, 4)
+    return [normal(images, 64, 4, 4), normal(1, 64, 4, 4), normal(prompts, tokens, 64), dense]
+
+
+def graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+NOTHING: tuple[Pass, ...] = ()
+EVERYTHING = (SDPAttention(encoder=False), FusedMaskDecoder(), CastDtype(encoder=False))
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@pytest.mark.parametrize(
+    ("mode", "passes"), [(torch.no_grad, NOTHING), (torch.inference_mode, EVERYTHING)], ids=["sam", "rewritten"]
+)
+def test_a_decoder_compiles_twice_for_any_number_of_prompts(mode: Any, passes: tuple[Pass, ...]) -> None:
+    sam = random_sam()
+    for pass_ in passes:
+        pass_(sam)
+    ours = copy.deepcopy(sam)
+    Compile(decoder=True)(ours)
+    with mode():
+        for multimask, masks in ((True, False), (False, True)):
+            before = graphs()
+            # 2 prompts of 2 tokens first: sizes that are equal by chance must not be taken to be equal always.
+            for prompts, tokens in ((2, 2), (1, 2), (4, 4), (7, 2), (1, 9), (64, 3), (1024, 2)):
+                given = decoder_inputs(prompts, tokens, masks=masks)
+                ours_found = ours.mask_decoder(*given, multimask_output=multimask)
+                assert_bit_equal(ours_found, sam.mask_decoder(*given, multimask_output=multimask))
+                assert not any(name.startswith("_dynamo") for tensor in given for name in vars(tensor))
+            assert graphs() == before + 2
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@torch.no_grad()
+def test_a_compiled_decoder_takes_an_image_for_each_prompt() -> None:
+    sam = random_sam()
+    FusedMaskDecoder()(sam)
+    ours = copy.deepcopy(sam)
+    Compile(decoder=True)(ours)
+    for prompts in (3, 5, 8):
+        given = decoder_inputs(prompts, images=prompts)
+        assert_bit_equal(ours.mask_decoder(*given, True), sam.mask_decoder(*given, True))
+    assert graphs() == 1
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@torch.no_grad()
+def test_a_compiled_decoder_serves_metas_callers() -> None:
+    """SAM calls it with keyword arguments; the ONNX export calls `predict_masks`, which is not compiled."""
+    sam = random_sam()
+    ours = copy.deepcopy(sam)
+    Compile(decoder=True)(ours)
+    image, positions, sparse, dense = decoder_inputs(3)
+    given = {
+        "image_embeddings": image,
+        "image_pe": positions,
+        "sparse_prompt_embeddings": sparse,
+        "dense_prompt_embeddings": dense,
+    }
+    plain = sam.mask_decoder.predict_masks(**given)
+    assert_bit_equal(ours.mask_decoder.predict_masks(**given), plain)
+    assert graphs() == 0
+    expected = [tensor[:, 1:] for tensor in plain]
+    assert_bit_equal(ours.mask_decoder(**given, multimask_output=True), expected)
+    assert graphs() == 1
+    with ThreadPoolExecutor(2) as pool:
+        for found in pool.map(lambda _: ours.mask_decoder(**given, multimask_output=True), range(4)):
+            assert_bit_equal([tensor.detach() for tensor in found], expected)
+
+
+def test_the_decoder_is_compiled_on_a_gpu_or_where_asked() -> None:
+    def sites(pass_: Compile, model: nn.Module) -> list[str]:
+        return [found.fqn for found in pass_.match(model) if isinstance(found, Site)]
+
+    sam = random_sam()
+    assert sites(Compile(decoder=True), sam) == [*sites(Compile(), sam), "mask_decoder"]
+    assert sites(Compile(decoder=False), sam) == sites(Compile(), sam)
+    assert sites(Compile(decoder=True), sam.mask_decoder) == [""]
+    sam.mask_decoder.predict_masks = lambda *_: None  # type: ignore[method-assign]
+    *_, skip = Compile(decoder=True).match(sam)
+    assert isinstance(skip, Skip)
+    assert skip.reason == "it is not compiled: its predict_masks was replaced on this module"
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@torch.no_grad()
+def test_a_decoder_past_the_recompile_limit_is_an_error_and_a_copy_is_not_compiled() -> None:
+    sam = random_sam()
+    result = Compile(decoder=True, recompile_limit=2)(sam)
+    decoder = sam.mask_decoder
+    assert copy.deepcopy(decoder)._compiled_call_impl is None
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for prompts in (1, 2):
+            decoder(*decoder_inputs(prompts), True)
+        with pytest.raises(SamoptError, match=r"may compile \(2: .*raise Compile\(recompile_limit="):
+            decoder(*decoder_inputs(2), False)
+    result.undo()
+    assert sam.mask_decoder._compiled_call_impl is None
