@@ -5,6 +5,7 @@ fast = optimize(sam, recipe="fast")
 print(samopt.report(fast))
 """
 
+from samopt.automatic_mask_generator import AutomaticMaskGenerator
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import (
     AccuracyError,
@@ -30,6 +31,7 @@ __all__ = [
     "AccuracyError",
     "Agreement",
     "AlreadyApplied",
+    "AutomaticMaskGenerator",
     "Budget",
     "CheckpointError",
     "Declined",

@@ -20,6 +20,7 @@ from samopt.samples import Sample
 
 if TYPE_CHECKING:
     from segment_anything import SamPredictor
+    from segment_anything.utils.transforms import ResizeLongestSide
 
 T = TypeVar("T")
 
@@ -118,7 +119,7 @@ def observe(
     if device.type == "meta":
         raise InvalidInput("the model is on the meta device, without weights to measure: load them, or measure nothing")
     for sample in samples:
-        check_size(predictor, sample)
+        check_size(predictor.transform, sample)
     before = _allocated(device)
     embeddings, predictions, encode, decode = [], [], [], []
     with _full_float32(device):
@@ -155,10 +156,10 @@ def _full_float32(device: torch.device) -> Iterator[None]:
         yield
 
 
-def check_size(predictor: SamPredictor, sample: Sample) -> None:
+def check_size(transform: ResizeLongestSide, sample: Sample) -> None:
     """Raises InvalidInput for a picture so narrow that nothing of it is left at the model's size."""
     height, width = sample.image.shape[:2]
-    if 0 in predictor.transform.get_preprocess_shape(height, width, predictor.transform.target_length):
+    if 0 in transform.get_preprocess_shape(height, width, transform.target_length):
         raise InvalidInput(f"{sample.name}: {width} x {height} pixels are too narrow, the model would see nothing")
 
 

@@ -115,7 +115,7 @@ def _segment(
     from segment_anything import SamPredictor
 
     predictor = SamPredictor(model)
-    check_size(predictor, sample)
+    check_size(predictor.transform, sample)
     predictor.set_image(sample.image)
     coords = predictor.transform.apply_coords(points, sample.image.shape[:2])
     chosen, scores = [], []

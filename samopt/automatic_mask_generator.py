@@ -1,0 +1,447 @@
+"""Every mask of an image, as Meta's SamAutomaticMaskGenerator finds them, with the work left on the device.
+
+Meta's upscales all masks of a batch to the image's size at once, so it decodes 64 prompts at a time, and brings every
+mask that passes its thresholds to the host before duplicates are dropped. Here masks stay logits of low resolution
+until only survivors are left; masks of the image's size exist a few at a time and become numbers, or run lengths, at
+once; and what was found comes to the host in one transfer per image.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from samopt.crops import Box, crop_boxes, cut_off, unit_grid
+from samopt.errors import InvalidInput
+from samopt.masks import (
+    area_of,
+    boxes_of,
+    changes_of,
+    coco_rle,
+    drop_islands,
+    fill_holes,
+    mask_of,
+    run_lengths,
+    stability_scores,
+)
+from samopt.memory import images_at_once, masks_at_once, memory_budget, prompts_at_once
+from samopt.observe import check_size
+from samopt.prompts import box_of
+from samopt.samples import Sample
+from samopt.structure import check_sam
+
+OUTPUT_MODES = ("binary_mask", "uncompressed_rle", "coco_rle")
+
+
+@dataclass(frozen=True, eq=False)
+class _View:
+    """A crop of an image, or the whole of it: `pixels` [H, W, 3] at `box`, to be prompted at `points` [N, 2] in it."""
+
+    image: int
+    pixels: NDArray[np.uint8]
+    box: Box
+    points: NDArray[np.float64]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Candidates:
+    """Masks of a view, on the device.
+
+    Attributes:
+        logits: of low resolution, float [N, h, w].
+        iou: what the model predicts, [N].
+        stability: float32 [N].
+        boxes: in the image's frame, int64 [N, 4].
+        points: which of the view's points each answers, int64 [N].
+    """
+
+    logits: Tensor
+    iou: Tensor
+    stability: Tensor
+    boxes: Tensor
+    points: Tensor
+
+    def __getitem__(self, index: Tensor) -> _Candidates:
+        return _Candidates(*(value[index] for value in vars(self).values()))
+
+
+@dataclass(eq=False)
+class _Found:
+    """A mask on the host, with what is told of it."""
+
+    rle: dict[str, Any]
+    box: list[int]
+    iou: float
+    stability: float
+    point: list[float]
+    crop: Box
+
+
+class AutomaticMaskGenerator:
+    """Finds the masks of whole images: prompts a model with a grid of points, drops poor masks and duplicates.
+
+    It takes the arguments of Meta's SamAutomaticMaskGenerator, with the same defaults but for `points_per_batch`, and
+    returns the same records. It holds no state of a call, so threads may share it.
+
+    Args:
+        model: a Sam, as it is or from `samopt.optimize`.
+        points_per_side: prompts along one side of the image; None with `point_grids`.
+        points_per_batch: prompts decoded together; None for as many as fit into half of the GPU's free memory, or
+            into 2 GiB on a CPU.
+        pred_iou_thresh: masks the model rates no higher are dropped; 0 keeps all.
+        stability_score_thresh: masks of a lower stability score are dropped; 0 keeps all.
+        stability_score_offset: how far the logits' threshold is moved for the stability score.
+        box_nms_thresh: of two masks whose boxes have a higher IoU, the one rated lower is dropped.
+        crop_n_layers: how many layers of crops are searched besides the whole image; layer i has 4**i of them.
+        crop_nms_thresh: like `box_nms_thresh`, between crops; masks of smaller crops are preferred.
+        crop_overlap_ratio: how far crops of the first layer overlap, as a part of the image's short side.
+        crop_n_points_downscale_factor: layer i has `points_per_side` over this factor**i points along a side.
+        point_grids: per layer, points (x, y) from 0 to 1, float [N, 2]; instead of `points_per_side`.
+        min_mask_region_area: holes and islands of fewer pixels are removed from masks; 0 leaves them.
+        output_mode: "binary_mask", "uncompressed_rle", or "coco_rle", which needs pycocotools.
+
+    Raises:
+        InvalidInput: an argument that cannot be used; `model` is no Sam.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        points_per_side: int | None = 32,
+        points_per_batch: int | None = None,
+        pred_iou_thresh: float = 0.88,
+        stability_score_thresh: float = 0.95,
+        stability_score_offset: float = 1.0,
+        box_nms_thresh: float = 0.7,
+        crop_n_layers: int = 0,
+        crop_nms_thresh: float = 0.7,
+        crop_overlap_ratio: float = 512 / 1500,
+        crop_n_points_downscale_factor: int = 1,
+        point_grids: Sequence[NDArray[np.floating]] | None = None,
+        min_mask_region_area: int = 0,
+        output_mode: str = "binary_mask",
+    ) -> None:
+        check_sam(model)
+        if points_per_batch is not None:
+            _check_at_least("points_per_batch", points_per_batch, 1)
+        _check_at_least("crop_n_layers", crop_n_layers, 0)
+        if not 0 <= crop_overlap_ratio <= 1:
+            raise InvalidInput(f"crop_overlap_ratio is {crop_overlap_ratio}; it must be from 0 to 1")
+        if output_mode not in OUTPUT_MODES:
+            raise InvalidInput(f"output_mode is {output_mode!r}; it must be one of {', '.join(OUTPUT_MODES)}")
+        if output_mode == "coco_rle" and importlib.util.find_spec("pycocotools") is None:
+            raise InvalidInput("output_mode 'coco_rle' needs pycocotools, which is not installed: install it")
+        if (points_per_side is None) == (point_grids is None):
+            raise InvalidInput("pass points_per_side or point_grids, one of the two: the other must be None")
+        if points_per_side is not None:
+            self.point_grids = _grids(points_per_side, crop_n_layers, crop_n_points_downscale_factor)
+        else:
+            self.point_grids = _checked_grids(point_grids or (), crop_n_layers)
+        # As any Sam: what `check_sam` cannot say of attributes, typing cannot either.
+        self.model = cast(Any, model)
+        self.points_per_batch = points_per_batch
+        self.pred_iou_thresh = pred_iou_thresh
+        self.stability_score_thresh = stability_score_thresh
+        self.stability_score_offset = stability_score_offset
+        self.box_nms_thresh = box_nms_thresh
+        self.crop_n_layers = crop_n_layers
+        self.crop_nms_thresh = crop_nms_thresh
+        self.crop_overlap_ratio = crop_overlap_ratio
+        self.crop_n_points_downscale_factor = crop_n_points_downscale_factor
+        self.min_mask_region_area = min_mask_region_area
+        self.output_mode = output_mode
+
+    def generate(self, image: NDArray[np.uint8]) -> list[dict[str, Any]]:
+        """Finds the masks of one image.
+
+        Args:
+            image: RGB, uint8 [H, W, 3].
+
+        Returns:
+            A record per mask:
+
+            - segmentation: bool [H, W], or run lengths as `output_mode` says.
+            - area: its pixels.
+            - bbox: the box around it, (x, y, width, height).
+            - predicted_iou: how good the model says it is.
+            - point_coords: the prompt it answers, [[x, y]] in pixels.
+            - stability_score: the IoU of the masks at a higher and at a lower threshold.
+            - crop_box: the crop it was found in, (x, y, width, height).
+
+        Raises:
+            InvalidInput: no such image, or one so narrow that the model would see nothing.
+        """
+        return self._generate([Sample(image)])[0]
+
+    def generate_batch(self, images: Sequence[NDArray[np.uint8]]) -> list[list[dict[str, Any]]]:
+        """Finds the masks of several images, of any sizes, which are encoded together.
+
+        Args:
+            images: RGB, uint8 [H, W, 3] each.
+
+        Returns:
+            Per image, what `generate` returns of it.
+
+        Raises:
+            InvalidInput: an image that `generate` would refuse; the message says which.
+        """
+        return self._generate([Sample(image, name=f"image {index}") for index, image in enumerate(images)])
+
+    @torch.no_grad()  # not inference mode: what is compiled is compiled for SamPredictor's mode, which is this
+    def _generate(self, samples: list[Sample]) -> list[list[dict[str, Any]]]:
+        from segment_anything.utils.transforms import ResizeLongestSide
+
+        transform = ResizeLongestSide(self.model.image_encoder.img_size)
+        for sample in samples:
+            check_size(transform, sample)
+        views = [view for index, sample in enumerate(samples) for view in self._views(index, sample.image)]
+        records = []
+        searched = self._search(views, samples, transform)
+        for index, found in itertools.groupby(searched, key=lambda pair: pair[0].image):
+            masks = _to_host(list(found), samples[index].image.shape[:2])
+            if self.crop_n_layers > 0:
+                masks = self._without_duplicates_of_crops(masks)
+            if self.min_mask_region_area > 0:
+                masks = self._without_small_regions(masks)
+            records.append([self._record(mask) for mask in masks])
+        return records
+
+    def _views(self, index: int, image: NDArray[np.uint8]) -> Iterator[_View]:
+        for layer, box in crop_boxes(image.shape[:2], self.crop_n_layers, self.crop_overlap_ratio):
+            x0, y0, x1, y1 = box
+            yield _View(index, image[y0:y1, x0:x1], box, self.point_grids[layer] * np.array([x1 - x0, y1 - y0]))
+
+    def _search(
+        self, views: list[_View], samples: list[Sample], transform: Any
+    ) -> Iterator[tuple[_View, tuple[Tensor, Tensor]]]:
+        """Yields each view with the masks found in it, as `_serialise` gives them."""
+        together = images_at_once(self.model, memory_budget(self.model.device))
+        image_pe = self.model.prompt_encoder.get_dense_pe()
+        for start in range(0, len(views), together):
+            group = views[start : start + together]
+            resized = [transform.apply_image(self._in_the_models_order(view.pixels)) for view in group]
+            pixels = [_to_device(image, self.model.device).permute(2, 0, 1).contiguous() for image in resized]
+            features = self.model.image_encoder(torch.stack([self.model.preprocess(image) for image in pixels]))
+            for view, feature, image in zip(group, features, pixels, strict=True):
+                size = samples[view.image].image.shape[:2]
+                prompts = _to_device(transform.apply_coords(view.points, view.size), self.model.device)
+                search = _Search(self, view, image.shape[-2:], size, memory_budget(self.model.device))
+                yield view, search.run(feature[None], image_pe, prompts)
+
+    def _in_the_models_order(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return pixels if self.model.image_format == "RGB" else pixels[..., ::-1]
+
+    def _without_duplicates_of_crops(self, masks: list[_Found]) -> list[_Found]:
+        """Drops duplicates between crops, and prefers what the smaller crop found."""
+        areas = [(x1 - x0) * (y1 - y0) for x0, y0, x1, y1 in (mask.crop for mask in masks)]
+        return _without_duplicates(masks, 1 / torch.tensor(areas), self.crop_nms_thresh)
+
+    def _without_small_regions(self, masks: list[_Found]) -> list[_Found]:
+        """Removes small holes and islands, and duplicates that this makes; masks that had none are preferred."""
+        unchanged = []
+        for mask in masks:
+            before = mask_of(mask.rle)
+            after = drop_islands(fill_holes(before, self.min_mask_region_area), self.min_mask_region_area)
+            unchanged.append(float(after is before))
+            if after is not before:
+                first, _, changes = changes_of(torch.from_numpy(after)[None])
+                mask.rle = run_lengths(bool(first), changes.numpy(), after.shape)
+                mask.box = box_of(after).astype(int).tolist() if after.any() else [0, 0, 0, 0]
+        threshold = max(self.box_nms_thresh, self.crop_nms_thresh)
+        return _without_duplicates(masks, torch.tensor(unchanged), threshold)
+
+    def _record(self, mask: _Found) -> dict[str, Any]:
+        encode = {"binary_mask": mask_of, "coco_rle": coco_rle}.get(self.output_mode, lambda rle: rle)
+        return {
+            "segmentation": encode(mask.rle),
+            "area": area_of(mask.rle),
+            "bbox": _xywh(mask.box),
+            "predicted_iou": mask.iou,
+            "point_coords": [mask.point],
+            "stability_score": mask.stability,
+            "crop_box": _xywh(mask.crop),
+        }
+
+
+class _Search:
+    """The search of one view, on the device.
+
+    Args:
+        settings: whose thresholds hold.
+        view: what is searched.
+        input_size: (H, W) of the view as the model sees it, without padding.
+        image_size: (H, W) of the whole image.
+        budget: bytes it may use.
+    """
+
+    def __init__(
+        self,
+        settings: AutomaticMaskGenerator,
+        view: _View,
+        input_size: tuple[int, int],
+        image_size: tuple[int, int],
+        budget: int,
+    ) -> None:
+        self.settings, self.model = settings, settings.model
+        self.view, self.input_size, self.image_size = view, input_size, image_size
+        self.prompts = settings.points_per_batch or prompts_at_once(self.model, budget, len(view.points))
+        self.masks = masks_at_once(self.model, budget, image_size)
+
+    def run(self, features: Tensor, image_pe: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
+        """Finds the masks of the view.
+
+        Args:
+            features: its embedding [1, C, h, w].
+            image_pe: the model's dense positions.
+            prompts: the points (x, y) in the model's frame, float64 [N, 2].
+
+        Returns:
+            What `_serialise` gives.
+        """
+        from torchvision.ops import nms
+
+        pieces, start = [], 0
+        for piece in prompts.split(self.prompts):
+            pieces.append(self._candidates(features, image_pe, piece, start))
+            start += len(piece)
+        found = _Candidates(*map(torch.cat, zip(*(vars(piece).values() for piece in pieces), strict=True)))
+        return self._serialise(found[nms(found.boxes.float(), found.iou.float(), self.settings.box_nms_thresh)])
+
+    def _candidates(self, features: Tensor, image_pe: Tensor, prompts: Tensor, start: int) -> _Candidates:
+        """The masks of some prompts that pass the thresholds. `start` is the first prompt's index."""
+        labels = torch.ones(len(prompts), 1, dtype=torch.int, device=prompts.device)
+        sparse, dense = self.model.prompt_encoder(points=(prompts[:, None], labels), boxes=None, masks=None)
+        logits, iou = self.model.mask_decoder(
+            image_embeddings=features,
+            image_pe=image_pe,
+            sparse_prompt_embeddings=sparse,
+            dense_prompt_embeddings=dense,
+            multimask_output=True,
+        )
+        logits, iou = logits.flatten(0, 1), iou.flatten()
+        points = start + torch.arange(len(iou), device=iou.device) // (len(iou) // len(prompts))
+        settings = self.settings
+        if settings.pred_iou_thresh > 0:
+            good = (iou > settings.pred_iou_thresh).nonzero()[:, 0]
+            logits, iou, points = logits[good], iou[good], points[good]
+        measured = [self._measure(some) for some in logits.split(self.masks)]
+        stability, boxes = map(torch.cat, zip(*measured, strict=True))
+        found = _Candidates(logits, iou, stability, boxes, points)
+        keep = ~cut_off(boxes, self.view.box, self.image_size)
+        if settings.stability_score_thresh > 0:
+            keep &= stability >= settings.stability_score_thresh
+        return found[keep.nonzero()[:, 0]]
+
+    def _measure(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Stability scores [N] of masks, and their boxes [N, 4] in the image's frame."""
+        upscaled = self._upscale(logits)
+        threshold = self.model.mask_threshold
+        left, top, right, bottom = boxes_of(upscaled > threshold).unbind(1)
+        x0, y0, _, _ = self.view.box
+        boxes = torch.stack([left + x0, top + y0, right + x0, bottom + y0], dim=1)
+        return stability_scores(upscaled, threshold, self.settings.stability_score_offset), boxes
+
+    def _upscale(self, logits: Tensor) -> Tensor:
+        """Logits [N, h, w] at the view's size, [N, H, W]."""
+        size = (len(logits), *self.view.size)
+        if not len(logits):  # which PyTorch's interpolation refuses
+            return logits.new_empty(size)
+        return self.model.postprocess_masks(logits[None], self.input_size, self.view.size)[0]
+
+    def _serialise(self, found: _Candidates) -> tuple[Tensor, Tensor]:
+        """All that is told of masks as two tensors: float64 [N, 9], and where the masks change, int64.
+
+        A row holds predicted IoU, stability score, box, point, first pixel, and the number of changes. float64 holds
+        each of them exactly.
+        """
+        height, width = self.image_size
+        x0, y0, x1, y1 = self.view.box
+        firsts, counts, changes = [], [], []
+        for logits in found.logits.split(self.masks):
+            masks = self._upscale(logits) > self.model.mask_threshold
+            masks = nn.functional.pad(masks, (x0, width - x1, y0, height - y1))
+            for values, new in zip((firsts, counts, changes), changes_of(masks), strict=True):
+                values.append(new)
+        columns = (found.iou, found.stability, *found.boxes.unbind(1), found.points, torch.cat(firsts))
+        table = torch.stack([column.double() for column in (*columns, torch.cat(counts))], dim=1)
+        return table, torch.cat(changes)
+
+
+def _to_host(found: list[tuple[_View, tuple[Tensor, Tensor]]], size: tuple[int, int]) -> list[_Found]:
+    """The masks of an image of `size` (H, W), of all its views, in one transfer."""
+    tables, changes = zip(*(tensors for _, tensors in found), strict=True)
+    lengths = [len(table) for table in tables]
+    packed = torch.cat([torch.cat(tables).flatten(), torch.cat(changes).double()]).cpu().numpy()
+    rows = packed[: sum(lengths) * tables[0].shape[1]].reshape(sum(lengths), -1)
+    ends = rows[:, -1].cumsum().astype(int)
+    changed = np.split(packed[rows.size :].astype(np.int64), ends[:-1]) if len(ends) else []
+    views = itertools.chain.from_iterable([view] * length for (view, _), length in zip(found, lengths, strict=True))
+    masks = []
+    for row, where, view in zip(rows, changed, views, strict=True):
+        iou, stability, *box, point, first, _ = row.tolist()
+        masks.append(
+            _Found(
+                rle=run_lengths(bool(first), where, size),
+                box=[int(value) for value in box],
+                iou=iou,
+                stability=stability,
+                point=(view.points[int(point)] + view.box[:2]).tolist(),
+                crop=view.box,
+            )
+        )
+    return masks
+
+
+def _without_duplicates(masks: list[_Found], scores: Tensor, threshold: float) -> list[_Found]:
+    """Of masks whose boxes have an IoU above `threshold`, the one of the highest score; the highest scores first."""
+    from torchvision.ops import nms
+
+    boxes = torch.tensor([mask.box for mask in masks], dtype=torch.float32).reshape(-1, 4)
+    return [masks[index] for index in nms(boxes, scores.float(), threshold).tolist()]
+
+
+def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array on `device`; a GPU copies it while the host goes on."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _xywh(box: Sequence[int]) -> list[int]:
+    x0, y0, x1, y1 = box
+    return [x0, y0, x1 - x0, y1 - y0]
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, (int, np.integer)) or value < least:
+        raise InvalidInput(f"{name} is {value}; it must be a whole number of at least {least}")
+
+
+def _grids(side: int, layers: int, factor: int) -> list[NDArray[np.float64]]:
+    sides = [int(side / factor**layer) for layer in range(layers + 1)]
+    if min(sides) < 1:
+        found = f"points_per_side={side} and crop_n_points_downscale_factor={factor}"
+        raise InvalidInput(f"{found} leave layer {int(np.argmin(sides))} without points; raise the first")
+    return [unit_grid(side) for side in sides]
+
+
+def _checked_grids(grids: Sequence[NDArray[np.floating]], layers: int) -> list[NDArray[np.float64]]:
+    if len(grids) <= layers:
+        needed = f"crop_n_layers={layers} needs {layers + 1}, one for the whole image and one per layer"
+        raise InvalidInput(f"point_grids has {len(grids)} grids, but {needed}")
+    for index, grid in enumerate(grids):
+        shape = list(np.shape(grid))
+        if len(shape) != 2 or shape[1] != 2 or shape[0] == 0:
+            raise InvalidInput(f"point_grids[{index}] must be points (x, y), an array [N, 2], not {shape}")
+    return [np.asarray(grid, dtype=np.float64) for grid in grids]
