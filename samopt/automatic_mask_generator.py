@@ -384,7 +384,8 @@ def _to_host(found: list[tuple[_View, tuple[Tensor, Tensor]]], size: tuple[int, 
     tables, changes = zip(*(tensors for _, tensors in found), strict=True)
     lengths = [len(table) for table in tables]
     packed = torch.cat([torch.cat(tables).flatten(), torch.cat(changes).double()]).cpu().numpy()
-    rows = packed[: sum(lengths) * tables[0].shape[1]].reshape(sum(lengths), -1)
+    columns = tables[0].shape[1]
+    rows = packed[: sum(lengths) * columns].reshape(-1, columns)
     ends = rows[:, -1].cumsum().astype(int)
     changed = np.split(packed[rows.size :].astype(np.int64), ends[:-1]) if len(ends) else []
     views = itertools.chain.from_iterable([view] * length for (view, _), length in zip(found, lengths, strict=True))
@@ -429,6 +430,8 @@ def _check_at_least(name: str, value: int, least: int) -> None:
 
 
 def _grids(side: int, layers: int, factor: int) -> list[NDArray[np.float64]]:
+    _check_at_least("points_per_side", side, 1)
+    _check_at_least("crop_n_points_downscale_factor", factor, 1)
     sides = [int(side / factor**layer) for layer in range(layers + 1)]
     if min(sides) < 1:
         found = f"points_per_side={side} and crop_n_points_downscale_factor={factor}"
