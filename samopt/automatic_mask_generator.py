@@ -237,7 +237,7 @@ class AutomaticMaskGenerator:
             for view, feature, image in zip(group, features, pixels, strict=True):
                 size = samples[view.image].image.shape[:2]
                 prompts = _to_device(transform.apply_coords(view.points, view.size), self.model.device)
-                search = _Search(self, view, image.shape[-2:], size, memory_budget(self.model.device))
+                search = _Search(self, view, (image.shape[1], image.shape[2]), size, memory_budget(self.model.device))
                 yield view, search.run(feature[None], image_pe, prompts)
 
     def _in_the_models_order(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -368,15 +368,13 @@ class _Search:
         """
         height, width = self.image_size
         x0, y0, x1, y1 = self.view.box
-        firsts, counts, changes = [], [], []
+        pieces = []
         for logits in found.logits.split(self.masks):
             masks = self._upscale(logits) > self.model.mask_threshold
-            masks = nn.functional.pad(masks, (x0, width - x1, y0, height - y1))
-            for values, new in zip((firsts, counts, changes), changes_of(masks), strict=True):
-                values.append(new)
-        columns = (found.iou, found.stability, *found.boxes.unbind(1), found.points, torch.cat(firsts))
-        table = torch.stack([column.double() for column in (*columns, torch.cat(counts))], dim=1)
-        return table, torch.cat(changes)
+            pieces.append(changes_of(nn.functional.pad(masks, (x0, width - x1, y0, height - y1))))
+        first, count, changes = map(torch.cat, zip(*pieces, strict=True))
+        columns = (found.iou, found.stability, *found.boxes.unbind(1), found.points, first, count)
+        return torch.stack([column.double() for column in columns], dim=1), changes
 
 
 def _to_host(found: list[tuple[_View, tuple[Tensor, Tensor]]], size: tuple[int, int]) -> list[_Found]:

@@ -25,8 +25,13 @@ Image = NDArray[np.uint8]
 Records = list[dict[str, Any]]
 
 # The embedded model rates few masks of small scenes as high as Meta's defaults ask.
-LOOSE = {"points_per_side": 8, "pred_iou_thresh": 0.5, "stability_score_thresh": 0.7, "box_nms_thresh": 0.97}
-FEW = {**LOOSE, "points_per_side": 5}
+LOOSE: dict[str, Any] = {
+    "points_per_side": 8,
+    "pred_iou_thresh": 0.5,
+    "stability_score_thresh": 0.7,
+    "box_nms_thresh": 0.97,
+}
+FEW: dict[str, Any] = {**LOOSE, "points_per_side": 5}
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,7 @@ def test_every_argument_means_what_it_does_in_metas(
     assert numbers[0] != numbers[1], "the argument changes something on this scene"
 
 
-CROPS = {**FEW, "points_per_side": 4, "crop_n_layers": 1, "crop_nms_thresh": 0.95}
+CROPS: dict[str, Any] = {**FEW, "points_per_side": 4, "crop_n_layers": 1, "crop_nms_thresh": 0.95}
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,12 @@ def test_run_lengths_are_metas(tiny256: Sam, scenes: list[Image], metas: Callabl
     ]
 
 
-ALL = {"points_per_side": 2, "pred_iou_thresh": 0.0, "stability_score_thresh": 0.0, "box_nms_thresh": 1.0}
+ALL: dict[str, Any] = {
+    "points_per_side": 2,
+    "pred_iou_thresh": 0.0,
+    "stability_score_thresh": 0.0,
+    "box_nms_thresh": 1.0,
+}
 
 
 @pytest.mark.parametrize("size", [(1, 1), (37, 200), (200, 37), (300, 410)])
@@ -302,7 +312,7 @@ def test_a_model_or_an_image_that_cannot_be_used_is_refused(tiny256: Sam) -> Non
     generator = AutomaticMaskGenerator(tiny256)
     good = np.zeros((8, 8, 3), dtype=np.uint8)
     with pytest.raises(InvalidInput, match=r"image: an image must be a uint8 array \[H, W, 3\]"):
-        generator.generate(good.astype(np.float32))  # type: ignore[arg-type]
+        generator.generate(good.astype(np.float32))
     with pytest.raises(InvalidInput, match=r"image 1: an image must be .*; repeat grey"):
         generator.generate_batch([good, good[..., 0]])
     with pytest.raises(InvalidInput, match="1 x 999 pixels are too narrow"):

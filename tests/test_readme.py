@@ -44,6 +44,13 @@ def test_a_pass_of_your_own(names: dict[str, Any]) -> None:
     assert [step.status for step in samopt.report(names["fast"]).steps] == ["applied", "applied"]
 
 
+def test_every_mask_of_an_image(names: dict[str, Any]) -> None:
+    names["fast"] = names["sam"]
+    exec(block("python", "generate_batch"), names)
+    assert isinstance(names["records"], list)
+    assert len(names["per_image"]) == 2
+
+
 def test_ground_truth_from_a_label_map(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(samopt, "optimize", lambda sam, **arguments: seen.update(arguments))
