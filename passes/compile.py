@@ -1,4 +1,4 @@
-"""The image encoder and the mask decoder through torch.compile, in place.
+"""The image encoder, and the mask decoder where asked, through torch.compile, in place.
 
 `module.compile()` keeps the module, its state_dict keys and its hooks, where `torch.compile(module)` would wrap it and
 rename the keys. Compiled block by block, blocks of one kind (windowed, global) share one compilation, so that 32
@@ -40,7 +40,7 @@ from samopt.structure import differs, encoders, is_encoder, join, mask_decoders
 
 @dataclass(frozen=True)
 class Compile(Pass):
-    """Compiles image encoder and mask decoder with TorchInductor. The compilation itself happens at the first call.
+    """Compiles the image encoder with TorchInductor, and the mask decoder where asked. The compilation itself happens at the first call.
 
     A deep copy or an unpickled model is not compiled (PyTorch drops it): apply `Compile()` to it again.
 
@@ -70,7 +70,7 @@ class Compile(Pass):
     mode: Literal["default", "max-autotune"] = "default"
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     cuda_graphs: bool | Literal["auto"] = False
-    decoder: bool | Literal["auto"] = "auto"
+    decoder: bool | Literal["auto"] = False
     recompile_limit: int = 64
 
     phase: ClassVar[Phase] = Phase.COMPILE
