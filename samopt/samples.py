@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from samopt.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from samopt.images import describe, hint, read_file, read_pil
 
 T = TypeVar("T")
 
@@ -42,7 +40,7 @@ class Sample:
         image, masks, points = self.image, self.masks, self.points
         if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
             expected = "an image must be a uint8 array [H, W, 3] in RGB"
-            raise InvalidInput(f"{self.name}: {expected}, not {_describe(image)}{_image_hint(image)}")
+            raise InvalidInput(f"{self.name}: {expected}, not {describe(image)}{hint(image)}")
         if 0 in image.shape:
             raise InvalidInput(f"{self.name}: the image is empty, {list(image.shape)}")
         if masks is not None and (
@@ -52,11 +50,11 @@ class Sample:
             or masks.shape[1:] != image.shape[:2]
         ):
             expected = f"[N, {image.shape[0]}, {image.shape[1]}]"
-            hint = "; of a label map make np.stack([labels == i for i in np.unique(labels) if i])"
-            raise InvalidInput(f"{self.name}: masks must be a bool array {expected}, not {_describe(masks)}{hint}")
+            remedy = "; of a label map make np.stack([labels == i for i in np.unique(labels) if i])"
+            raise InvalidInput(f"{self.name}: masks must be a bool array {expected}, not {describe(masks)}{remedy}")
         fits = masks is not None and isinstance(points, np.ndarray) and points.shape == (len(masks), 2)
         if points is not None and not (fits and points.dtype.kind in "iuf"):
-            raise InvalidInput(f"{self.name}: points must be one (x, y) per mask, not {_describe(points)}")
+            raise InvalidInput(f"{self.name}: points must be one (x, y) per mask, not {describe(points)}")
         if points is not None and not np.all((points >= 0) & (points < image.shape[1::-1])):
             size = f"{image.shape[1]} x {image.shape[0]} pixels"
             raise InvalidInput(f"{self.name}: points must lie in the picture, {size}")
@@ -88,27 +86,17 @@ def _as_sample(item: Any, name: str) -> Sample:
     if isinstance(item, (str, Path)):
         return read_image(item)
     if hasattr(item, "convert"):  # a PIL image
-        return _sample_of(item, name)
+        return Sample(read_pil(item, name), name=name)
     return Sample(item, name=name)
 
 
 def read_image(path: str | Path) -> Sample:
-    """Reads one picture file as RGB, turned upright by its EXIF orientation.
+    """Reads one picture file as `read_file` does.
 
     Raises:
-        InvalidInput: the file is missing or is no picture that PIL reads.
+        InvalidInput: the file is missing or is no picture that can be used.
     """
-    from PIL import Image
-
-    try:
-        with Image.open(path) as image:
-            return _sample_of(image, str(path))
-    except FileNotFoundError as error:
-        raise InvalidInput(f"{path}: there is no such image file") from error
-    except InvalidInput:
-        raise
-    except Exception as error:  # decoders raise what they like at damaged or oversized files
-        raise _unreadable(str(path), error) from error
+    return Sample(read_file(path), name=str(path))
 
 
 def image_folder(folder: str | Path, limit: int = 4) -> list[Sample]:
@@ -136,52 +124,6 @@ def scene_samples(count: int = 4, size: int = 1024, first: int = FIRST_SCENE_SEE
         points = scene.points.double().numpy()
         samples.append(Sample(scene.image.numpy(), scene.masks.numpy(), points, name=f"scene {seed}"))
     return samples
-
-
-def _sample_of(image: Image, name: str) -> Sample:
-    try:
-        pixels = _rgb(image)
-    except InvalidInput as error:
-        raise InvalidInput(f"{name}: {error}") from error
-    except Exception as error:  # PIL reads lazily, and its decoders raise all kinds of error on a damaged file
-        raise _unreadable(name, error) from error
-    return Sample(pixels, name=name)
-
-
-def _unreadable(name: str, error: Exception) -> InvalidInput:
-    return InvalidInput(f"{name}: not a readable image ({error}); convert it to 8-bit PNG or JPEG")
-
-
-def _rgb(image: Image) -> NDArray[np.uint8]:
-    """The picture upright and as RGB, without its transparency."""
-    from PIL import ImageOps
-
-    if (frames := getattr(image, "n_frames", 1)) > 1:
-        raise InvalidInput(f"it holds {frames} pictures; pass the one to measure on")
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith(("I", "F")):  # convert("RGB") would clip them; 12 bits kept in 16 would come out black
-        raise InvalidInput(f"its pixels have more than 8 bits (PIL mode {image.mode}); scale it as you do for SAM")
-    if image.mode == "P":  # by way of RGBA, as PIL warns about transparent entries of a palette otherwise
-        image = image.convert("RGBA")
-    return np.array(image.convert("RGB"))
-
-
-def _image_hint(image: Any) -> str:
-    """What to do about an array that is nearly an image."""
-    shape: tuple[int, ...] = image.shape if isinstance(image, np.ndarray) else ()
-    if len(shape) == 4:
-        return "; pass a list of images, not a stack"
-    if len(shape) == 2:
-        return "; repeat grey: np.stack([image] * 3, axis=-1)"
-    if len(shape) == 3 and shape[2] == 4:
-        return "; drop the transparency: image[..., :3]"
-    if len(shape) == 3 and shape[0] == 3 and shape[2] != 3:
-        return "; put the colours last: image.transpose(1, 2, 0)"
-    return "; scale it to 0...255 and make it uint8, as you do for SAM" if len(shape) == 3 else ""
-
-
-def _describe(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, np.ndarray) else type(value).__name__
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
