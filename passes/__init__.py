@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from samopt.base import Pass
 from samopt.passes.compile import Compile
+from samopt.passes.device_preprocess import DevicePreprocess
 from samopt.passes.dtype import CastDtype
 from samopt.passes.float8 import Float8Dynamic
 from samopt.passes.int8 import Int8Dynamic
@@ -21,6 +22,7 @@ PASSES: dict[str, type[Pass]] = {
     "linear_patch_embed": LinearPatchEmbed,
     "rel_pos": HoistRelPos,
     "where_indexing": WhereIndexing,
+    "device_preprocess": DevicePreprocess,
     "sdpa": SDPAttention,
     "decoder": FusedMaskDecoder,
     "dtype": CastDtype,
@@ -37,6 +39,7 @@ __all__ = [
     "PASSES",
     "CastDtype",
     "Compile",
+    "DevicePreprocess",
     "Float8Dynamic",
     "FusedMaskDecoder",
     "HoistRelPos",

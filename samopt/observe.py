@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from samopt.errors import InvalidInput
+from samopt.images import as_rgb
 from samopt.precision import tf32_convolutions
+from samopt.preprocess import encoder_input, resized_shape
 from samopt.prompts import PromptBatch
 from samopt.samples import Sample
 
@@ -54,7 +56,7 @@ class Timings:
     """How long a model took on the samples, at batch 1.
 
     Attributes:
-        encode_seconds: median time of encoding a picture, the warm-up left out.
+        encode_seconds: median time of encoding a picture, resizing included, the warm-up left out.
         first_seconds: time of the first encoding, which warms up and compiles.
         decode_seconds: median time of answering one prompt of several at once, resizing to the picture included.
         peak_bytes: peak GPU memory of the model's weights and what it computes; 0 on a CPU.
@@ -100,6 +102,9 @@ def observe(
     model: nn.Module, samples: Sequence[Sample], prompts: Callable[[SamPredictor, int], Sequence[PromptBatch]]
 ) -> Outputs:
     """Runs `model` on the samples through SamPredictor, as users do.
+
+    Pictures are resized as the model is to have it: by PIL, as SamPredictor does, or on the device, as samopt's own
+    predictors do where the pass `DevicePreprocess` was applied, so that what this costs is measured too.
 
     Float32 convolutions run without TF32, which PyTorch allows cuDNN by default, and outside of autocast: 11 bits or
     fewer would drown what a pass that only rounds may change.
@@ -159,15 +164,25 @@ def _full_float32(device: torch.device) -> Iterator[None]:
 def check_size(transform: ResizeLongestSide, sample: Sample) -> None:
     """Raises InvalidInput for a picture so narrow that nothing of it is left at the model's size."""
     height, width = sample.image.shape[:2]
-    if 0 in transform.get_preprocess_shape(height, width, transform.target_length):
-        raise InvalidInput(f"{sample.name}: {width} x {height} pixels are too narrow, the model would see nothing")
+    try:
+        resized_shape(height, width, transform.target_length)
+    except InvalidInput as error:
+        raise InvalidInput(f"{sample.name}: {error}") from error
 
 
 def _encode(predictor: SamPredictor, sample: Sample) -> float:
-    """Encodes the picture; returns the seconds of the model, without PIL's resize."""
-    resized = torch.as_tensor(predictor.transform.apply_image(sample.image), device=predictor.device)
-    pixels = resized.permute(2, 0, 1).contiguous()[None]
-    return _timed(lambda: predictor.set_torch_image(pixels, sample.image.shape[:2]), predictor.device)[1]
+    """Encodes the picture as `SamPredictor.set_image` does, but for who resizes it; returns the seconds."""
+    image, model = as_rgb(sample.image), predictor.model
+    predictor.reset_image()
+
+    def encode() -> tuple[tuple[int, int], Tensor]:
+        pixels, size = encoder_input(model, image)
+        return size, model.image_encoder(pixels)
+
+    (predictor.input_size, predictor.features), seconds = _timed(encode, predictor.device)
+    predictor.original_size = sample.image.shape[:2]
+    predictor.is_image_set = True
+    return seconds
 
 
 def _answer(predictor: SamPredictor, batch: PromptBatch) -> tuple[Prediction, float]:
