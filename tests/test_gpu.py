@@ -10,9 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from segment_anything.modeling import Sam
+from segment_anything.utils.transforms import ResizeLongestSide
 from torch import Tensor
 
 import samopt
@@ -32,6 +34,7 @@ from samopt.passes.cuda_graphs import Captured, Cuda
 from samopt.passes.kernels import attention
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.tuning import Config
+from samopt.preprocess import preprocess, resized_shape
 from samopt.samples import scene_samples
 from samopt.tiny import load_tiny
 from samopt.verify import relative_error
@@ -60,6 +63,18 @@ def synchronising_is_an_error() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(("height", "width"), [(333, 401), (1200, 1800), (3000, 4000), (512, 384), (37, 2000), (1, 1)])
+def test_pictures_are_resized_as_by_pil(sam: Sam, height: int, width: int) -> None:
+    image = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    on_gpu, size = torch.as_tensor(image, device="cuda"), resized_shape(height, width, 1024)
+    with synchronising_is_an_error():
+        pixels, _ = preprocess(on_gpu, 1024, sam.pixel_mean, sam.pixel_std)
+    levels = (pixels * sam.pixel_std + sam.pixel_mean)[:, : size[0], : size[1]].permute(1, 2, 0).cpu().numpy().round()
+    difference = np.abs(levels - ResizeLongestSide(1024).apply_image(image).astype(float))
+    assert difference.max() <= 1
+    assert (difference > 0).mean() <= 0.01
 
 
 @pytest.mark.parametrize("recipe", ["exact", "fast"])
