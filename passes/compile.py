@@ -40,7 +40,9 @@ from samopt.structure import differs, encoders, is_encoder, join, mask_decoders
 
 @dataclass(frozen=True)
 class Compile(Pass):
-    """Compiles the image encoder with TorchInductor, and the mask decoder where asked. The compilation itself happens at the first call.
+    """Compiles the image encoder with TorchInductor, and the mask decoder where asked.
+
+    The compilation itself happens at the first call.
 
     A deep copy or an unpickled model is not compiled (PyTorch drops it): apply `Compile()` to it again.
 

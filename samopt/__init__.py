@@ -7,6 +7,7 @@ print(samopt.report(fast))
 
 from samopt.automatic_mask_generator import AutomaticMaskGenerator
 from samopt.base import Numerics, Pass, Phase
+from samopt.batch_predictor import BatchAnswer, BatchPredictor, Embedding, Prompts
 from samopt.errors import (
     AccuracyError,
     AlreadyApplied,
@@ -32,9 +33,12 @@ __all__ = [
     "Agreement",
     "AlreadyApplied",
     "AutomaticMaskGenerator",
+    "BatchAnswer",
+    "BatchPredictor",
     "Budget",
     "CheckpointError",
     "Declined",
+    "Embedding",
     "GraphPass",
     "InvalidInput",
     "NoSites",
@@ -42,6 +46,7 @@ __all__ = [
     "Pass",
     "PassResult",
     "Phase",
+    "Prompts",
     "Recipe",
     "RecipeError",
     "Reference",
