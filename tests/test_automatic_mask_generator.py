@@ -14,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from segment_anything import SamAutomaticMaskGenerator
 from segment_anything.modeling import Sam
+from segment_anything.utils import amg
 from torch import Tensor
 
 from samopt import AutomaticMaskGenerator, InvalidInput, memory, optimize
+from samopt.automatic_mask_generator import _Found
 from samopt.masks import mask_of
 from samopt.passes import CastDtype, SDPAttention
 from samopt.samples import scene_samples
@@ -118,6 +120,26 @@ def test_every_argument_means_what_it_does_in_metas(
     assert_same(AutomaticMaskGenerator(tiny256, **{**FEW, **arguments}).generate(scenes[0]), theirs)
     numbers = [[(record["area"], record["stability_score"]) for record in found] for found in (theirs, metas(**FEW))]
     assert numbers[0] != numbers[1], "the argument changes something on this scene"
+
+
+def test_of_duplicates_that_removed_regions_make_the_untouched_mask_is_kept(tiny256: Sam) -> None:
+    """Three squares: one with an island, the same without, and a third that overlaps them by half."""
+    masks = torch.zeros(3, 60, 50, dtype=torch.bool)
+    masks[:2, 10:30, 10:30] = masks[2, 16:36, 10:30] = True
+    masks[0, 50:52, 40:42] = True
+    rles = amg.mask_to_rle_pytorch(masks)
+    boxes = amg.batched_mask_to_box(masks)
+    data = amg.MaskData(rles=copy.deepcopy(rles), boxes=boxes.numpy(), ids=np.arange(3))
+    SamAutomaticMaskGenerator.postprocess_small_regions(data, 5, 0.9)
+    found = [
+        _Found(rle, box, iou=0.0, stability=0.0, point=[float(index)] * 2, crop=(0, 0, 50, 60))
+        for index, (rle, box) in enumerate(zip(rles, boxes.tolist(), strict=True))
+    ]
+    generator = AutomaticMaskGenerator(tiny256, min_mask_region_area=5, box_nms_thresh=0.3, crop_nms_thresh=0.9)
+    kept = generator._without_small_regions(found)
+    assert [mask.point[0] for mask in kept] == data["ids"].tolist() == [1, 2]
+    assert [mask.rle for mask in kept] == data["rles"]
+    assert [mask.box for mask in kept] == data["boxes"].tolist()
 
 
 CROPS: dict[str, Any] = {**FEW, "points_per_side": 4, "crop_n_layers": 1, "crop_nms_thresh": 0.95}
