@@ -22,6 +22,7 @@ from samopt.passes import (
     CastDtype,
     Compile,
     Float8Dynamic,
+    FusedMaskDecoder,
     HoistRelPos,
     Int8Dynamic,
     LinearGELU,
@@ -34,6 +35,7 @@ from samopt.passes.cuda_graphs import Captured, Cuda
 from samopt.passes.kernels import attention
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.tuning import Config
+from samopt.precision import tf32_convolutions
 from samopt.preprocess import preprocess, resized_shape
 from samopt.samples import scene_samples
 from samopt.tiny import load_tiny
@@ -350,3 +352,33 @@ def test_moves_between_devices(sam: Sam) -> None:
     fast = samopt.optimize(sam.cpu(), [HoistRelPos(), SDPAttention(), CastDtype()], verify="off").to("cuda")
     assert {tensor.device.type for tensor in (*fast.parameters(), *fast.buffers())} == {"cuda"}
     assert samopt.verify(fast, samopt.Reference.record(sam.to("cuda"), scene_samples(1))).finite
+
+
+@pytest.mark.parametrize("passes", [(), (SDPAttention(encoder=False), FusedMaskDecoder(), CastDtype(encoder=False))])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_compiled_decoder_answers_any_number_of_prompts(sam: Sam, passes: tuple[samopt.Pass, ...], mode: Any) -> None:
+    for pass_ in passes:
+        pass_(sam)
+    eager = copy.deepcopy(sam).mask_decoder
+    Compile()(sam)
+    decoder = sam.mask_decoder
+    counters = torch._dynamo.utils.counters["stats"]
+    allowed = 0.05 if passes else 1e-5  # bfloat16, or float32
+
+    def check(prompts: int, *, masks: bool) -> None:
+        points = 1024 * torch.rand(prompts, 1, 2, device="cuda"), torch.ones(prompts, 1, device="cuda")
+        logits = torch.randn(prompts, 1, 256, 256, device="cuda") if masks else None
+        given = sam.prompt_encoder.get_dense_pe(), *sam.prompt_encoder(points, None, logits)
+        image = torch.randn(1, 256, 64, 64, device="cuda")
+        found, expected = (called(image, *given, multimask_output=True) for called in (decoder, eager))
+        assert relative_error(list(found), list(expected)) < allowed
+
+    with mode(), tf32_convolutions(False):
+        for masks in (False, True):
+            before = counters["unique_graphs"]
+            for prompts in (2, 1, 64, 7, 256):
+                check(prompts, masks=masks)
+            assert counters["unique_graphs"] == before + 2
+        for model in (sam, eager):  # moved, and back
+            model.to("cpu").to("cuda")
+        check(5, masks=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samopt import clone, rebind
-from samopt.rebind import retarget, set_module, wrap
+from samopt.rebind import rebind_inside, retarget, set_module, wrap
 from tests.snapshot import Snapshot
 
 
@@ -103,6 +103,18 @@ def test_wrapping_keeps_what_was_there_and_wraps_again(tied: Tied) -> None:
     with torch.no_grad():
         copied.bias.add_(1)
     assert torch.allclose(copied(X), linear(X) + 3)
+
+
+@pytest.mark.parametrize("wraps", [0, 1, 2])
+def test_what_is_bound_inside_keeps_the_wraps_around_it(tied: Tied, wraps: int) -> None:
+    rebind(tied.two, "forward", plus_bias)
+    rebind_inside(tied.two, "forward", nn.Linear.forward)
+    plain = tied.two(X)
+    for _ in range(wraps):
+        wrap(tied.two, "forward", plus_bias)
+    rebind_inside(tied.two, "forward", bias_only)
+    assert torch.allclose(tied.two(X), plain - X @ tied.two.weight.T + wraps * tied.two.bias)
+    assert torch.equal(copy.deepcopy(tied).two(X), tied.two(X))
 
 
 def test_retargeted_methods_run_on_the_new_module(tied: Tied) -> None:

@@ -338,7 +338,7 @@ def test_the_decoder_is_compiled_on_a_gpu_or_where_asked() -> None:
     assert sites(Compile(decoder=True), sam) == [*sites(Compile(), sam), "mask_decoder"]
     assert sites(Compile(decoder=False), sam) == sites(Compile(), sam)
     assert sites(Compile(decoder=True), sam.mask_decoder) == [""]
-    sam.mask_decoder.predict_masks = lambda *_: None  # type: ignore[method-assign]
+    sam.mask_decoder.predict_masks = lambda *_: None
     *_, skip = Compile(decoder=True).match(sam)
     assert isinstance(skip, Skip)
     assert skip.reason == "it is not compiled: its predict_masks was replaced on this module"

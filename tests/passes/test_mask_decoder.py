@@ -52,7 +52,11 @@ def inputs(sam: Sam, kind: str, prompts: int) -> list[Tensor]:
     points = 64 * torch.rand(prompts, 2, 2, generator=generator), torch.ones(prompts, 2)
     boxes = 64 * torch.rand(prompts, 4, generator=generator)
     masks = torch.randn(prompts, 1, 16, 16, generator=generator)
-    given = {"points": (points, None, None), "boxes": (None, boxes, None), "points + boxes": (points, boxes, None)}
+    given: dict[str, Any] = {
+        "points": (points, None, None),
+        "boxes": (None, boxes, None),
+        "points + boxes": (points, boxes, None),
+    }
     given |= {"masks": (None, None, masks), "boxes + masks": (None, boxes, masks)}
     image = torch.randn(1, 64, 4, 4, generator=generator)
     return [image, sam.prompt_encoder.get_dense_pe(), *sam.prompt_encoder(*given[kind])]
@@ -283,7 +287,7 @@ def test_other_code_is_a_skip() -> None:
         sam.mask_decoder.get_submodule(name).forward = lambda *_: None
         assert reason(sam).startswith(told)
     sam = random_sam()
-    sam.mask_decoder.predict_masks = lambda *_: None  # type: ignore[method-assign]
+    sam.mask_decoder.predict_masks = lambda *_: None
     with pytest.raises(NoSites, match="mask_decoder: its predict_masks was replaced on this module"):
         FusedMaskDecoder()(sam)
 
