@@ -34,6 +34,7 @@ from samopt.masks import (
 )
 from samopt.memory import images_at_once, masks_at_once, memory_budget, prompts_at_once
 from samopt.observe import check_size
+from samopt.preprocess import encoder_input
 from samopt.prompts import box_of
 from samopt.samples import Sample
 from samopt.structure import check_sam
@@ -231,13 +232,13 @@ class AutomaticMaskGenerator:
         image_pe = self.model.prompt_encoder.get_dense_pe()
         for start in range(0, len(views), together):
             group = views[start : start + together]
-            resized = [transform.apply_image(self._in_the_models_order(view.pixels)) for view in group]
-            pixels = [_to_device(image, self.model.device).permute(2, 0, 1).contiguous() for image in resized]
-            features = self.model.image_encoder(torch.stack([self.model.preprocess(image) for image in pixels]))
-            for view, feature, image in zip(group, features, pixels, strict=True):
+            pictures = [np.ascontiguousarray(self._in_the_models_order(view.pixels)) for view in group]
+            inputs = [encoder_input(self.model, torch.from_numpy(picture)) for picture in pictures]
+            features = self.model.image_encoder(torch.cat([pixels for pixels, _ in inputs]))
+            for view, feature, (_, seen) in zip(group, features, inputs, strict=True):
                 size = samples[view.image].image.shape[:2]
                 prompts = _to_device(transform.apply_coords(view.points, view.size), self.model.device)
-                search = _Search(self, view, (image.shape[1], image.shape[2]), size, memory_budget(self.model.device))
+                search = _Search(self, view, seen, size, memory_budget(self.model.device))
                 yield view, search.run(feature[None], image_pe, prompts)
 
     def _in_the_models_order(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
