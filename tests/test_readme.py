@@ -51,6 +51,14 @@ def test_every_mask_of_an_image(names: dict[str, Any]) -> None:
     assert len(names["per_image"]) == 2
 
 
+def test_many_pictures_and_prompts(names: dict[str, Any]) -> None:
+    names["fast"] = names["sam"]
+    exec(block("python", "BatchPredictor"), names)
+    assert [len(answer.masks) for answer in names["answers"]] == [2, 0, 2]
+    names["predictor"].set_embeddings(names["kept"][2:])
+    assert names["predictor"].predict([names["again"]])[0].masks.shape == (1, 3, 64, 64)
+
+
 def test_ground_truth_from_a_label_map(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(samopt, "optimize", lambda sam, **arguments: seen.update(arguments))
