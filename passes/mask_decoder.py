@@ -7,7 +7,7 @@ values that tokens attend to, and the queries of the image. Positions are equal 
 
 Here what is equal stays a batch of one. SAM's own layers broadcast it, and `SDPAttention`'s attention does so
 without a copy: all prompts' tokens attend to one set of keys as one long sequence of queries. Of 64 prompts this saves
-a quarter of the decoder's arithmetic. The networks that make the masks' weights, one per mask, run as one batch.
+a fifth of the decoder's arithmetic. The networks that make the masks' weights, one per mask, run as one batch.
 """
 
 from __future__ import annotations
