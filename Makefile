@@ -9,7 +9,7 @@ demo: $(READY)
 	$(VENV)/bin/samopt demo
 
 test: $(READY)
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest --numprocesses auto --dist loadfile
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -154,8 +154,9 @@ SETTINGS: dict[str, Callable[[], None]] = {
 
 @pytest.fixture
 def settings() -> Iterator[None]:
-    """Puts back what a test sets."""
+    """Starts from what PyTorch starts with, whatever other tests left, and puts back what a test sets."""
     matmul, before = torch.backends.cuda.matmul.fp32_precision, CUDNN.allow_tf32
+    CUDNN.allow_tf32 = True
     yield
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.fp32_precision = matmul
