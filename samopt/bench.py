@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from samopt.base import Pass
+from samopt.base import Pass, Phase
 from samopt.bench_table import Row, Setting
 from samopt.errors import InvalidInput, SamoptError, first_line
 from samopt.optimize import optimize
 from samopt.passes import CastDtype, TritonLayerNorm
 from samopt.peers import Build, Peer, version
-from samopt.recipe import Recipe
+from samopt.recipe import Recipe, Step
 from samopt.report import report
 from samopt.timing import Encoder, encoder_tflop, matmul_tflops, tf32, timed
 from samopt.verify import relative_error
@@ -58,13 +58,20 @@ def verified(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe's steps that stand verification on the embedded model, on this device.
 
     That model is narrow: a pass that leaves narrow norms alone is verified on them all the same, and one that is to be
-    kept only if it is faster is not judged by it.
+    kept only if it is faster is not judged by it. Of passes that quantise, each is verified without the others: where
+    the first turns out no faster, the next takes its place.
     """
     from samopt.tiny import load_tiny
 
-    everywhere = [replace(step, pass_=_anywhere(step.pass_), keep="always") for step in recipe.steps]
-    steps = report(optimize(load_tiny().to(device), replace(recipe, steps=tuple(everywhere)))).steps
-    kept = [step for step, row in zip(recipe.steps, steps, strict=True) if row.status == "applied"]
+    quantizing = [step for step in recipe.steps if step.pass_.phase is Phase.QUANTIZE]
+    stood: list[Step] = []
+    alternatives: list[Step | None] = [*quantizing] or [None]
+    for one in alternatives:
+        steps = [step for step in recipe.steps if step not in quantizing or step is one]
+        everywhere = [replace(step, pass_=_anywhere(step.pass_), keep="always") for step in steps]
+        rows = report(optimize(load_tiny().to(device), replace(recipe, steps=tuple(everywhere)))).steps
+        stood += [step for step, row in zip(steps, rows, strict=True) if row.status == "applied"]
+    kept = [step for step in recipe.steps if step in stood]
     return Recipe(kept, recipe.accuracy, recipe.name, recipe.description)
 
 
@@ -134,19 +141,26 @@ class Remarked:
         return self.encoder(pixels)
 
 
+def _may_be_left_out(pass_: Pass, quantized: bool) -> bool:
+    """Whether a pass may find nothing to do: norms may be narrow, and then are fast; layers are quantised once."""
+    return isinstance(pass_, TritonLayerNorm) or (quantized and pass_.phase is Phase.QUANTIZE)
+
+
 def _optimised(recipe: Recipe, batch_size: int) -> Build:
     @contextlib.contextmanager
     def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
         model = optimize(copy.deepcopy(sam).to(device), recipe, inplace=True, verify="off", batch_size=batch_size)
         undone = []
+        quantized = False
         for step, given in zip(report(model).steps, recipe.steps, strict=True):
-            # It stood verification: without it the row is not what it says. Norms may be narrow, and then are fast.
+            # It stood verification: without it the row is not what it says.
             if step.status == "undone":  # which is what the recipe asks for, of this model on this device
                 undone.append(f"without {step.name}, {step.reason}")
-            elif step.status != "applied" and not isinstance(given.pass_, TritonLayerNorm):
+            elif step.status != "applied" and not _may_be_left_out(given.pass_, quantized):
                 raise SamoptError(f"{step.name} {step.status}: {step.reason}")
             if step.status == "applied" and step.skipped:
                 raise SamoptError(f"{step.name} left out {step.skipped[0]}")
+            quantized |= step.status == "applied" and step.phase is Phase.QUANTIZE
         _free()  # what was compiled to judge passes is no saving of the row's first call
         yield Remarked(model.image_encoder, "; ".join(undone))
 

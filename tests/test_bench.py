@@ -22,7 +22,15 @@ from samopt.bench import EncoderBench, Entry, plan, random_model
 from samopt.bench_table import Row
 from samopt.errors import InvalidInput, Unsupported
 from samopt.gate import Budget
-from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention, TritonLayerNorm
+from samopt.passes import (
+    CastDtype,
+    Compile,
+    Float8Dynamic,
+    HoistRelPos,
+    Int8Dynamic,
+    SDPAttention,
+    TritonLayerNorm,
+)
 from samopt.peers import Build, Peer
 from samopt.recipe import Recipe, Step
 from samopt.timing import Encoder, Timed, timed
@@ -239,6 +247,21 @@ def test_what_is_kept_only_if_faster_is_verified_whatever_its_speed(monkeypatch:
     monkeypatch.setattr(samopt.speed, "median_seconds", time_nothing)
     recipe = Recipe([Step(MoreWork(), keep="if-faster"), Step(Exact(1.5), on_fail="drop", keep="if-faster")])
     assert samopt.bench.verified(recipe, CPU).steps == recipe.steps[:1], "to be judged on the model that is timed"
+
+
+def test_what_quantises_is_verified_each_alone_and_takes_the_others_place(
+    bench: EncoderBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("samopt.tiny.load_tiny", lambda: load_tiny(img_size=256))
+    steps = [
+        Step(pass_, required=False, on_fail="drop") for pass_ in (Float8Dynamic(("lin1",)), Int8Dynamic(("lin1",)))
+    ]
+    recipe = samopt.bench.verified(Recipe(steps, Budget(0, 0, 0, 1, 1.0)), CPU)
+    assert recipe.steps == tuple(steps)
+    *_, row = bench.rows(plan([recipe], [1], CPU))
+    assert (row.note, row.remark) == ("", "")
+    assert row.error is not None
+    assert row.error > 1e-3
 
 
 def test_each_row_starts_without_what_the_last_one_held(bench: EncoderBench) -> None:
