@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from segment_anything import SamPredictor
 from segment_anything.modeling import Sam
+from torch import Tensor
 
 import samopt.batch_predictor
 from samopt import BatchPredictor, InvalidInput, Prompts
@@ -20,6 +21,7 @@ from samopt.passes import FusedMaskDecoder
 from samopt.tiny import draw_scene
 from tests.answers import RECIPES
 from tests.models import random_sam
+from tests.numerics import relative_error
 
 SIZES = [(150, 200), (128, 128), (37, 200), (1, 1)]
 FORMS = ("point", "points", "box", "box and points", "mask", "mask and points")
@@ -111,14 +113,19 @@ def test_recipes_answer_batches_as_they_answer_prompts_alone(
     asked.insert(1, [])
     predictor = BatchPredictor(ours, batch_size=4)
     predictor.set_images(pictures)
-    ious = []
+    ious: list[float] = []
+    logits: list[tuple[Tensor, Tensor]] = []
     for image, prompts, answer in zip(pictures, asked, predictor.predict(asked), strict=True):
         expected = [a for one in prompts for a in one_by_one(ours, image, one, True)]
         assert len(answer.masks) == len(expected)
         ious += [iou_of(mask.numpy(), theirs) for mask, (theirs, _, _) in zip(answer.masks, expected, strict=True)]
-    # In bfloat16 the sums of a batch are rounded in another order: a pixel or two of small masks.
-    assert min(ious) >= (0.9999 if recipe == "exact" else 0.9)
-    assert np.mean(ious) >= (0.9999 if recipe == "exact" else 0.99)
+        logits += [
+            (ours, torch.as_tensor(low)) for ours, (_, _, low) in zip(answer.low_res_masks, expected, strict=True)
+        ]
+    # In bfloat16 a batch is summed in another order, and a mask of one pixel may come or go: logits tell how far it is.
+    assert relative_error(*zip(*logits, strict=True)) < (1e-5 if recipe == "exact" else 2e-2)
+    assert min(ious) >= 0.9999 or recipe != "exact"
+    assert np.mean(ious) >= (0.9999 if recipe == "exact" else 0.95)
 
 
 def test_a_large_picture(tiny256: Sam) -> None:

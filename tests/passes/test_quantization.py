@@ -251,6 +251,7 @@ def test_blocks_of_one_kind_compile_once_without_a_break(name: str, dynamo_only:
 # torchao
 
 
+@pytest.mark.filterwarnings("ignore:Deprecation. PlainLayout:UserWarning")  # torchao 0.17, of its own code
 @pytest.mark.parametrize("before", [(), KERNELS[:2]], ids=["alone", "after the kernels"])
 def test_torchao_is_given_the_layers_asked_for_and_no_others(before: tuple[Pass, ...]) -> None:
     torchao = pytest.importorskip("torchao.quantization", reason="needs torchao")

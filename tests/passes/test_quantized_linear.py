@@ -185,6 +185,7 @@ def test_it_says_what_it_is(dtype: torch.dtype) -> None:
     assert repr(QuantizedLinear(linear(), dtype)) == expected
 
 
+@pytest.mark.filterwarnings("ignore:Deprecation. PlainLayout:UserWarning")  # torchao 0.17, of its own code
 def test_int8_is_what_torchao_computes() -> None:
     quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
     theirs = nn.Sequential(linear())
