@@ -24,7 +24,7 @@ from samopt.structure import differs
 class DevicePreprocess(Pass):
     """Resizes, normalises and pads pictures on the model's device, in samopt's own predictors.
 
-    LOSSY, as resized pixels differ from PIL's: up to 5 in 1,000 values, by one of 255 levels.
+    LOSSY, as resized pixels differ from PIL's: up to 6 in 1,000 values, by one of 255 levels.
     """
 
     phase: ClassVar[Phase] = Phase.FLOAT

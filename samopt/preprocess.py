@@ -3,7 +3,7 @@
 Meta's SamPredictor resizes by PIL on the host, one picture at a time. The same can be done where the model is. PIL
 resizes bilinearly with antialiasing, first along rows, then along columns, and rounds to 8 bits after each. One pass
 in float32 that rounds at the end differs in 10 to 25 % of the values by one level; two passes with their rounding do in
-up to 0.5 %, where a sum in another precision ends up on the other side of a half.
+up to 0.6 %, where a sum in another precision ends up on the other side of a half.
 """
 
 from __future__ import annotations
