@@ -13,6 +13,7 @@ from samopt.base import APPLIED
 from samopt.passes.kernels.float8_linear import float8_linear
 from samopt.passes.kernels.int8_linear import int8_linear
 from samopt.passes.kernels.quantized_rows import Rows, quantize_rows, quantized
+from samopt.passes.kernels.scaled_launch import MULTIPLE
 from samopt.passes.two_four import is_two_four, two_four
 
 PRODUCTS = {torch.int8: int8_linear, torch.float8_e4m3fn: float8_linear}
@@ -23,7 +24,6 @@ HOOKS = (
     "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
 )
-MULTIPLE = 16  # of the sizes that the quantised products take
 
 
 class QuantizedLinear(nn.Module):

@@ -1,7 +1,8 @@
 """A linear layer of float8 matrices as one operator: `torch.ops.samopt.float8_linear`.
 
 On a GPU it is `torch._scaled_mm` with a scale for each row of either matrix: cuBLASLt, faster than the Triton kernel of
-`float8_gelu` as long as nothing but a bias follows the product. On a CPU it is plain PyTorch.
+`float8_gelu` as long as nothing but a bias follows the product. It gives bfloat16, whichever dtype that is rounded to
+then. On a CPU it is plain PyTorch; fake tensors give shapes.
 """
 
 from __future__ import annotations
@@ -12,47 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samopt.passes.kernels.scaled_reference import scaled_linear
+from samopt.passes.kernels.scaled_reference import fake_linear, rounded_linear
 
-
-@torch.library.custom_op("samopt::float8_linear", mutates_args=(), device_types="cpu")
-def float8_linear(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    gelu: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """A linear layer, and GELU if wanted.
-
-    Args:
-        x: [..., K] float8_e4m3fn, contiguous.
-        x_scale: one factor per token, [..., 1] float32.
-        weight: [N, K] float8_e4m3fn.
-        weight_scale: one factor per output, [N] float32.
-        bias: [N] in any floating dtype, or None.
-        gelu: whether GELU follows, in the tanh form (see `linear_gelu`).
-        dtype: of the result. On a GPU it is rounded to bfloat16 first.
-
-    Returns:
-        [..., N], contiguous.
-    """
-    return scaled_linear(x, x_scale, weight, weight_scale, bias, gelu).to(dtype)
-
-
-@float8_linear.register_fake
-def _fake(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    gelu: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+float8_linear = torch.library.custom_op("samopt::float8_linear", rounded_linear, mutates_args=(), device_types="cpu")
+float8_linear.register_fake(fake_linear)
 
 
 @float8_linear.register_kernel("cuda")
@@ -67,7 +31,7 @@ def _cuda(
 ) -> Tensor:
     if torch.cuda.get_device_capability(x.device) < (8, 9):  # a model moved to another GPU
         warnings.warn("float8_linear runs in float32, slowly: this GPU has no float8 products", stacklevel=1)
-        return scaled_linear(x, x_scale, weight, weight_scale, bias, gelu).to(dtype)
+        return rounded_linear(x, x_scale, weight, weight_scale, bias, gelu, dtype)
     y = torch._scaled_mm(
         x.reshape(-1, x.shape[-1]),
         weight.t(),

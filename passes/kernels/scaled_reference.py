@@ -32,6 +32,36 @@ def scaled_linear(
     return F.gelu(y, approximate="tanh") if gelu else y
 
 
+def rounded_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`scaled_linear`, which see for the arguments, rounded once to `dtype`: what the operators compute on a CPU.
+
+    Returns:
+        [..., N], contiguous.
+    """
+    return scaled_linear(x, x_scale, weight, weight_scale, bias, gelu).to(dtype)
+
+
+def fake_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    gelu: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    """What fake tensors see of `rounded_linear`."""
+    return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype)
+
+
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x W^T: [..., N]. That of int8 is exact, int32 on a GPU, float64 elsewhere; that of float8 float32.
 
