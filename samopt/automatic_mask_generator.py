@@ -19,20 +19,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from samopt.crops import Box, crop_boxes, cut_off, unit_grid
+from samopt.crops import Box, crop_boxes, unit_grid
 from samopt.errors import InvalidInput
-from samopt.masks import (
-    area_of,
-    boxes_of,
-    changes_of,
-    coco_rle,
-    drop_islands,
-    fill_holes,
-    mask_of,
-    run_lengths,
-    stability_scores,
-)
-from samopt.memory import images_at_once, masks_at_once, memory_budget, prompts_at_once
+from samopt.mask_search import Room, Search, Thresholds, View, to_host
+from samopt.masks import area_of, changes_of, coco_rle, drop_islands, fill_holes, mask_of, run_lengths
+from samopt.memory import images_at_once, memory_budget
 from samopt.observe import check_size
 from samopt.preprocess import encoder_input
 from samopt.prompts import box_of
@@ -40,42 +31,6 @@ from samopt.samples import Sample
 from samopt.structure import check_sam
 
 OUTPUT_MODES = ("binary_mask", "uncompressed_rle", "coco_rle")
-
-
-@dataclass(frozen=True, eq=False)
-class _View:
-    """A crop of an image, or the whole of it: `pixels` [H, W, 3] at `box`, to be prompted at `points` [N, 2] in it."""
-
-    image: int
-    pixels: NDArray[np.uint8]
-    box: Box
-    points: NDArray[np.float64]
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self.pixels.shape[0], self.pixels.shape[1]
-
-
-@dataclass(frozen=True, eq=False)
-class _Candidates:
-    """Masks of a view, on the device.
-
-    Attributes:
-        logits: of low resolution, float [N, h, w].
-        iou: what the model predicts, [N].
-        stability: float32 [N].
-        boxes: in the image's frame, int64 [N, 4].
-        points: which of the view's points each answers, int64 [N].
-    """
-
-    logits: Tensor
-    iou: Tensor
-    stability: Tensor
-    boxes: Tensor
-    points: Tensor
-
-    def __getitem__(self, index: Tensor) -> _Candidates:
-        return _Candidates(*(value[index] for value in vars(self).values()))
 
 
 @dataclass(eq=False)
@@ -94,12 +49,12 @@ class AutomaticMaskGenerator:
     """Finds the masks of whole images: prompts a model with a grid of points, drops poor masks and duplicates.
 
     It takes the arguments of Meta's SamAutomaticMaskGenerator, with the same defaults but for `points_per_batch`, and
-    returns the same records. It holds no state of a call, so threads may share it.
+    returns the same records. Threads may share it: of a call it keeps only how much room the masks took.
 
     Args:
         model: a Sam, as it is or from `samopt.optimize`.
         points_per_side: prompts along one side of the image; None with `point_grids`.
-        points_per_batch: prompts decoded together; None for as many as fit into half of the GPU's free memory, or
+        points_per_batch: prompts decoded together; None for up to 256, as fit into half of the GPU's free memory, or
             into 2 GiB on a CPU.
         pred_iou_thresh: masks the model rates no higher are dropped; 0 keeps all.
         stability_score_thresh: masks of a lower stability score are dropped; 0 keeps all.
@@ -153,16 +108,15 @@ class AutomaticMaskGenerator:
         # As any Sam: what `check_sam` cannot say of attributes, typing cannot either.
         self.model = cast(Any, model)
         self.points_per_batch = points_per_batch
-        self.pred_iou_thresh = pred_iou_thresh
-        self.stability_score_thresh = stability_score_thresh
-        self.stability_score_offset = stability_score_offset
-        self.box_nms_thresh = box_nms_thresh
+        self.thresholds = Thresholds(pred_iou_thresh, stability_score_thresh, stability_score_offset, box_nms_thresh)
         self.crop_n_layers = crop_n_layers
         self.crop_nms_thresh = crop_nms_thresh
         self.crop_overlap_ratio = crop_overlap_ratio
         self.crop_n_points_downscale_factor = crop_n_points_downscale_factor
         self.min_mask_region_area = min_mask_region_area
         self.output_mode = output_mode
+        # A GPU is given room and asked later; with a CPU there is nothing to wait for.
+        self._room = Room() if self.model.device.type == "cuda" else None
 
     def generate(self, image: NDArray[np.uint8]) -> list[dict[str, Any]]:
         """Finds the masks of one image.
@@ -209,9 +163,8 @@ class AutomaticMaskGenerator:
             check_size(transform, sample)
         views = [view for index, sample in enumerate(samples) for view in self._views(index, sample.image)]
         records = []
-        searched = self._search(views, samples, transform)
-        for index, found in itertools.groupby(searched, key=lambda pair: pair[0].image):
-            masks = _to_host(list(found), samples[index].image.shape[:2])
+        for _, searches in itertools.groupby(self._searches(views, samples, transform), lambda one: one.view.image):
+            masks = self._masks(list(searches))
             if self.crop_n_layers > 0:
                 masks = self._without_duplicates_of_crops(masks)
             if self.min_mask_region_area > 0:
@@ -219,27 +172,49 @@ class AutomaticMaskGenerator:
             records.append([self._record(mask) for mask in masks])
         return records
 
-    def _views(self, index: int, image: NDArray[np.uint8]) -> Iterator[_View]:
+    def _views(self, index: int, image: NDArray[np.uint8]) -> Iterator[View]:
         for layer, box in crop_boxes(image.shape[:2], self.crop_n_layers, self.crop_overlap_ratio):
             x0, y0, x1, y1 = box
-            yield _View(index, image[y0:y1, x0:x1], box, self.point_grids[layer] * np.array([x1 - x0, y1 - y0]))
+            yield View(index, image[y0:y1, x0:x1], box, self.point_grids[layer] * np.array([x1 - x0, y1 - y0]))
 
-    def _search(
-        self, views: list[_View], samples: list[Sample], transform: Any
-    ) -> Iterator[tuple[_View, tuple[Tensor, Tensor]]]:
-        """Yields each view with the masks found in it, as `_serialise` gives them."""
+    def _searches(self, views: list[View], samples: list[Sample], transform: Any) -> Iterator[Search]:
+        """Encodes the views, as many at once as memory allows."""
         together = images_at_once(self.model, memory_budget(self.model.device))
-        image_pe = self.model.prompt_encoder.get_dense_pe()
         for start in range(0, len(views), together):
             group = views[start : start + together]
             pictures = [np.ascontiguousarray(self._in_the_models_order(view.pixels)) for view in group]
             inputs = [encoder_input(self.model, torch.from_numpy(picture)) for picture in pictures]
             features = self.model.image_encoder(torch.cat([pixels for pixels, _ in inputs]))
             for view, feature, (_, seen) in zip(group, features, inputs, strict=True):
-                size = samples[view.image].image.shape[:2]
-                prompts = _to_device(transform.apply_coords(view.points, view.size), self.model.device)
-                search = _Search(self, view, seen, size, memory_budget(self.model.device))
-                yield view, search.run(feature[None], image_pe, prompts)
+                yield Search(
+                    self.model,
+                    view,
+                    features=feature[None],
+                    prompts=_to_device(transform.apply_coords(view.points, view.size), self.model.device),
+                    input_size=seen,
+                    image_size=samples[view.image].image.shape[:2],
+                    thresholds=self.thresholds,
+                    points_per_batch=self.points_per_batch,
+                    budget=memory_budget(self.model.device),
+                )
+
+    def _masks(self, searches: list[Search]) -> list[_Found]:
+        """The masks of the views of one image, brought to the host together."""
+        room = self._room and self._room.rounded()
+        results = to_host([search.run(room) for search in searches])
+        while room is not None and (short := [index for index, (_, _, took) in enumerate(results) if room.lacks(took)]):
+            for index in short:
+                room = room.after(results[index][2]).rounded()
+            again = to_host([searches[index].run(room) for index in short])
+            for index, result in zip(short, again, strict=True):
+                results[index] = result
+        for _, _, took in results:
+            self._room = self._room and self._room.after(took)
+        return [
+            _found(row, where, search)
+            for search, (table, changes, _) in zip(searches, results, strict=True)
+            for row, where in zip(table, changes, strict=True)
+        ]
 
     def _in_the_models_order(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return pixels if self.model.image_format == "RGB" else pixels[..., ::-1]
@@ -260,7 +235,7 @@ class AutomaticMaskGenerator:
                 first, _, changes = changes_of(torch.from_numpy(after)[None])
                 mask.rle = run_lengths(bool(first), changes.numpy(), after.shape)
                 mask.box = box_of(after).astype(int).tolist() if after.any() else [0, 0, 0, 0]
-        threshold = max(self.box_nms_thresh, self.crop_nms_thresh)
+        threshold = max(self.thresholds.box_nms, self.crop_nms_thresh)
         return _without_duplicates(masks, torch.tensor(unchanged), threshold)
 
     def _record(self, mask: _Found) -> dict[str, Any]:
@@ -276,132 +251,17 @@ class AutomaticMaskGenerator:
         }
 
 
-class _Search:
-    """The search of one view, on the device.
-
-    Args:
-        settings: whose thresholds hold.
-        view: what is searched.
-        input_size: (H, W) of the view as the model sees it, without padding.
-        image_size: (H, W) of the whole image.
-        budget: bytes it may use.
-    """
-
-    def __init__(
-        self,
-        settings: AutomaticMaskGenerator,
-        view: _View,
-        input_size: tuple[int, int],
-        image_size: tuple[int, int],
-        budget: int,
-    ) -> None:
-        self.settings, self.model = settings, settings.model
-        self.view, self.input_size, self.image_size = view, input_size, image_size
-        self.prompts = settings.points_per_batch or prompts_at_once(self.model, budget, len(view.points))
-        self.masks = masks_at_once(self.model, budget, image_size)
-
-    def run(self, features: Tensor, image_pe: Tensor, prompts: Tensor) -> tuple[Tensor, Tensor]:
-        """Finds the masks of the view.
-
-        Args:
-            features: its embedding [1, C, h, w].
-            image_pe: the model's dense positions.
-            prompts: the points (x, y) in the model's frame, float64 [N, 2].
-
-        Returns:
-            What `_serialise` gives.
-        """
-        from torchvision.ops import nms
-
-        pieces, start = [], 0
-        for piece in prompts.split(self.prompts):
-            pieces.append(self._candidates(features, image_pe, piece, start))
-            start += len(piece)
-        found = _Candidates(*map(torch.cat, zip(*(vars(piece).values() for piece in pieces), strict=True)))
-        return self._serialise(found[nms(found.boxes.float(), found.iou.float(), self.settings.box_nms_thresh)])
-
-    def _candidates(self, features: Tensor, image_pe: Tensor, prompts: Tensor, start: int) -> _Candidates:
-        """The masks of some prompts that pass the thresholds. `start` is the first prompt's index."""
-        labels = torch.ones(len(prompts), 1, dtype=torch.int, device=prompts.device)
-        sparse, dense = self.model.prompt_encoder(points=(prompts[:, None], labels), boxes=None, masks=None)
-        logits, iou = self.model.mask_decoder(
-            image_embeddings=features,
-            image_pe=image_pe,
-            sparse_prompt_embeddings=sparse,
-            dense_prompt_embeddings=dense,
-            multimask_output=True,
-        )
-        logits, iou = logits.flatten(0, 1), iou.flatten()
-        points = start + torch.arange(len(iou), device=iou.device) // (len(iou) // len(prompts))
-        settings = self.settings
-        if settings.pred_iou_thresh > 0:
-            good = (iou > settings.pred_iou_thresh).nonzero()[:, 0]
-            logits, iou, points = logits[good], iou[good], points[good]
-        measured = [self._measure(some) for some in logits.split(self.masks)]
-        stability, boxes = map(torch.cat, zip(*measured, strict=True))
-        found = _Candidates(logits, iou, stability, boxes, points)
-        keep = ~cut_off(boxes, self.view.box, self.image_size)
-        if settings.stability_score_thresh > 0:
-            keep &= stability >= settings.stability_score_thresh
-        return found[keep.nonzero()[:, 0]]
-
-    def _measure(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Stability scores [N] of masks, and their boxes [N, 4] in the image's frame."""
-        upscaled = self._upscale(logits)
-        threshold = self.model.mask_threshold
-        left, top, right, bottom = boxes_of(upscaled > threshold).unbind(1)
-        x0, y0, _, _ = self.view.box
-        boxes = torch.stack([left + x0, top + y0, right + x0, bottom + y0], dim=1)
-        return stability_scores(upscaled, threshold, self.settings.stability_score_offset), boxes
-
-    def _upscale(self, logits: Tensor) -> Tensor:
-        """Logits [N, h, w] at the view's size, [N, H, W]."""
-        size = (len(logits), *self.view.size)
-        if not len(logits):  # which PyTorch's interpolation refuses
-            return logits.new_empty(size)
-        return self.model.postprocess_masks(logits[None], self.input_size, self.view.size)[0]
-
-    def _serialise(self, found: _Candidates) -> tuple[Tensor, Tensor]:
-        """All that is told of masks as two tensors: float64 [N, 9], and where the masks change, int64.
-
-        A row holds predicted IoU, stability score, box, point, first pixel, and the number of changes. float64 holds
-        each of them exactly.
-        """
-        height, width = self.image_size
-        x0, y0, x1, y1 = self.view.box
-        pieces = []
-        for logits in found.logits.split(self.masks):
-            masks = self._upscale(logits) > self.model.mask_threshold
-            pieces.append(changes_of(nn.functional.pad(masks, (x0, width - x1, y0, height - y1))))
-        first, count, changes = map(torch.cat, zip(*pieces, strict=True))
-        columns = (found.iou, found.stability, *found.boxes.unbind(1), found.points, first, count)
-        return torch.stack([column.double() for column in columns], dim=1), changes
-
-
-def _to_host(found: list[tuple[_View, tuple[Tensor, Tensor]]], size: tuple[int, int]) -> list[_Found]:
-    """The masks of an image of `size` (H, W), of all its views, in one transfer."""
-    tables, changes = zip(*(tensors for _, tensors in found), strict=True)
-    lengths = [len(table) for table in tables]
-    packed = torch.cat([torch.cat(tables).flatten(), torch.cat(changes).double()]).cpu().numpy()
-    columns = tables[0].shape[1]
-    rows = packed[: sum(lengths) * columns].reshape(-1, columns)
-    ends = rows[:, -1].cumsum().astype(int)
-    changed = np.split(packed[rows.size :].astype(np.int64), ends[:-1]) if len(ends) else []
-    views = itertools.chain.from_iterable([view] * length for (view, _), length in zip(found, lengths, strict=True))
-    masks = []
-    for row, where, view in zip(rows, changed, views, strict=True):
-        iou, stability, *box, point, first, _ = row.tolist()
-        masks.append(
-            _Found(
-                rle=run_lengths(bool(first), where, size),
-                box=[int(value) for value in box],
-                iou=iou,
-                stability=stability,
-                point=(view.points[int(point)] + view.box[:2]).tolist(),
-                crop=view.box,
-            )
-        )
-    return masks
+def _found(row: NDArray[np.float64], changes: NDArray[np.int32], search: Search) -> _Found:
+    """A mask as the host has it, of its row in a search's table."""
+    iou, stability, *box, point, first, _ = row.tolist()
+    return _Found(
+        rle=run_lengths(bool(first), changes, search.image_size),
+        box=[int(value) for value in box],
+        iou=iou,
+        stability=stability,
+        point=(search.view.points[int(point)] + search.view.box[:2]).tolist(),
+        crop=search.view.box,
+    )
 
 
 def _without_duplicates(masks: list[_Found], scores: Tensor, threshold: float) -> list[_Found]:

@@ -48,22 +48,26 @@ def _extent(lines: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(lines, index, lines.shape[-1]).amin(-1), torch.where(lines, index, -1).amax(-1)
 
 
-def changes_of(masks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def changes_of(masks: Tensor, room: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Where masks change along their columns, from which `run_lengths` makes run lengths on the host.
 
     Args:
         masks: bool [N, H, W].
+        room: for how many changes of all of them there is room, which spares waiting for the device; None for as many
+            as there are.
 
     Returns:
-        The first pixel of each mask, bool [N]; how often each changes, int32 [N]; and the indices of the pixels that
-        differ from the one before, counted down the columns, of all masks one after the other, int64.
+        The first pixel of each mask, bool [N]; how often each changes, int64 [N]; and the indices of the pixels that
+        differ from the one before, counted down the columns, of all masks one after the other, int32: cut off, or
+        filled up with what means nothing, to `room`.
     """
     columns = masks.transpose(1, 2).flatten(1)
     changed = columns[:, 1:] ^ columns[:, :-1]
-    return columns[:, 0], changed.sum(1, dtype=torch.int32), changed.nonzero()[:, 1] + 1
+    where = changed.nonzero() if room is None else torch.nonzero_static(changed, size=room)
+    return columns[:, 0], changed.sum(1), where[:, 1].int() + 1
 
 
-def run_lengths(first: bool, changes: NDArray[np.int64], size: tuple[int, int]) -> dict[str, Any]:
+def run_lengths(first: bool, changes: NDArray[np.integer], size: tuple[int, int]) -> dict[str, Any]:
     """The uncompressed run lengths of a mask of `size` (H, W), from its first pixel and where it changes."""
     counts = np.diff(changes, prepend=0, append=size[0] * size[1]).tolist()
     return {"size": list(size), "counts": [0, *counts] if first else counts}

@@ -8,6 +8,7 @@ import torch
 
 CPU_BYTES = 2 << 30  # of a host, whose free memory other programs share
 MASK_BYTES = 512 << 20  # for upscaled masks: a GPU is busy with that many pixels, and more would only take memory
+PROMPTS = 256  # likewise: what the decoder does for that many keeps a GPU busy
 LAYER_VALUES = 1 << 30  # of one layer: beyond 31 bits cuDNN leaves a transposed convolution to a loop over images
 IMAGES = 8  # encoders gain nothing from more at once
 IMAGE_BYTES = 4 << 30  # per image of 1024 px: the unmodified vit_h's attention scores, several copies of them
@@ -39,7 +40,11 @@ def prompts_at_once(model: Any, budget: int, count: int) -> int:
     """
     height, width = model.prompt_encoder.image_embedding_size
     embedding = model.prompt_encoder.embed_dim * height * width
-    most = max(1, min(budget // (8 * 4 * embedding), LAYER_VALUES // (2 * embedding)))
+    return evenly(count, max(1, min(budget // (8 * 4 * embedding), LAYER_VALUES // (2 * embedding), PROMPTS)))
+
+
+def evenly(count: int, most: int) -> int:
+    """The size of the fewest pieces of nearly equal size, of at most `most` each, that `count` is cut into."""
     return -(-count // -(-count // most))
 
 

@@ -1,0 +1,337 @@
+"""The search of a view of an image for masks, on the device and without waiting for it.
+
+How many masks pass the thresholds, and how often they change along their columns, only the device knows, and to ask it
+is to wait for it. So there is room for a number of each, chosen before; they are counted, and the counts come to the
+host together with the masks. Where there was too little room the view is searched again, with enough. On a CPU, where
+asking costs nothing, there is room for what there is.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from samopt.crops import Box, cut_off
+from samopt.masks import boxes_of, changes_of, stability_scores
+from samopt.memory import evenly, masks_at_once, prompts_at_once
+from samopt.passes.kernels.arithmetic import power_of_two
+
+SPARE, LASTING = 1.25, 0.9  # room for more than a view needed, and for less with every view that needs less
+COLUMNS = 9  # of a mask's row: predicted IoU, stability score, box, prompt, first pixel, number of changes
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What a mask must be to count; see `AutomaticMaskGenerator`."""
+
+    pred_iou: float
+    stability_score: float
+    stability_score_offset: float
+    box_nms: float
+
+
+@dataclass(frozen=True)
+class Room:
+    """For how many of each kind there is room, or how many there were.
+
+    Attributes:
+        rated: masks of a piece of the prompts that the model rates above the threshold.
+        stable: masks that pass all thresholds.
+        rounds: of dropping duplicates, until no mask changes any more.
+        kept: masks that are no duplicates.
+        changes: pixels where they change, of a group of masks that is upscaled together, per mask of the group.
+    """
+
+    rated: int = 384
+    stable: int = 768
+    rounds: int = 8
+    kept: int = 128
+    changes: int = 4096
+
+    def lacks(self, needed: Room) -> bool:
+        """Whether there is too little room for what is needed."""
+        return any(room < need for room, need in zip(vars(self).values(), vars(needed).values(), strict=True))
+
+    def after(self, needed: Room) -> Room:
+        """Room for what is needed and a little more, and for not much less than there was: pictures that follow each
+        other are alike, and a second search costs more than room that is not used."""
+        pairs = zip(vars(self).values(), vars(needed).values(), strict=True)
+        return Room(*(max(int(SPARE * need), int(LASTING * room)) for room, need in pairs))
+
+    def rounded(self) -> Room:
+        """Room for a little more, in few sizes, so that memory is used again."""
+        return Room(*map(_step, vars(self).values()))
+
+
+def _step(number: int) -> int:
+    """The smallest of 4, 6, 8, 12, 16, 24, 32, ... that is no less."""
+    power = power_of_two(number, 4)
+    return power * 3 // 4 if power * 3 // 4 >= max(number, 4) else power
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """A crop of an image, or the whole of it: `pixels` [H, W, 3] at `box`, to be prompted at `points` [N, 2] in it."""
+
+    image: int
+    pixels: NDArray[np.uint8]
+    box: Box
+    points: NDArray[np.float64]
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(H, W)."""
+        return self.pixels.shape[0], self.pixels.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """Masks of a view, on the device.
+
+    Attributes:
+        logits: of low resolution, float [N, h, w].
+        iou: what the model predicts, [N].
+        stability: float32 [N].
+        boxes: in the image's frame, int64 [N, 4].
+        points: which of the view's points each answers, int64 [N].
+        valid: bool [N]; the others only fill the room.
+    """
+
+    logits: Tensor
+    iou: Tensor
+    stability: Tensor
+    boxes: Tensor
+    points: Tensor
+    valid: Tensor
+
+    def __getitem__(self, index: Tensor) -> Candidates:
+        return Candidates(*(value[index] for value in vars(self).values()))
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a search found, on the device.
+
+    Attributes:
+        table: float64 [kept, 9], which holds each figure exactly; see `COLUMNS`.
+        changes: where masks change, int32 [groups, changes]: those of a group's masks, one after the other.
+        needed: int64, the room that this took, in the order of `Room`.
+    """
+
+    table: Tensor
+    changes: Tensor
+    needed: Tensor
+
+
+class Search:
+    """The search of one view.
+
+    Args:
+        model: a Sam.
+        view: what is searched.
+        features: its embedding [1, C, h, w].
+        prompts: its points (x, y) in the model's frame, float64 [N, 2], on the device.
+        input_size: (H, W) of the view as the model sees it, without padding.
+        image_size: (H, W) of the whole image.
+        thresholds: what a mask must be to count.
+        points_per_batch: prompts decoded together; None for as many as `budget` allows.
+        budget: bytes it may use.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        view: View,
+        features: Tensor,
+        prompts: Tensor,
+        input_size: tuple[int, int],
+        image_size: tuple[int, int],
+        thresholds: Thresholds,
+        points_per_batch: int | None,
+        budget: int,
+    ) -> None:
+        self.model, self.view, self.features, self.prompts = model, view, features, prompts
+        self.input_size, self.image_size, self.thresholds = input_size, image_size, thresholds
+        self.piece = points_per_batch or prompts_at_once(model, budget, len(prompts))
+        self.group = masks_at_once(model, budget, image_size)
+
+    def run(self, room: Room | None) -> Found:
+        """Finds the masks of the view, the best rated first: as far as there is room, or all where that is None."""
+        limits = (None,) * len(fields(Room)) if room is None else astuple(room)
+        room_rated, room_stable, rounds, room_kept, room_changes = limits
+        image_pe = self.model.prompt_encoder.get_dense_pe()
+        pieces, rated = [], []
+        for index, piece in enumerate(self.prompts.split(self.piece)):
+            candidates, count = self._candidates(image_pe, piece, index * self.piece, room_rated)
+            pieces.append(candidates)
+            rated.append(count)
+        found = Candidates(*map(torch.cat, zip(*(vars(piece).values() for piece in pieces), strict=True)))
+        chosen, stable = first_of(found.valid, room_stable)
+        found, exists = found[chosen.clamp(min=0)], chosen >= 0
+        threshold = self.thresholds.box_nms
+        keep, order, took = without_duplicates(found.boxes, found.iou, exists, threshold, rounds)
+        chosen, kept = first_of(keep, room_kept)
+        found, exists = found[order[chosen.clamp(min=0)]], chosen >= 0
+        table, changes, changed = self._serialise(found, exists, room_changes)
+        return Found(table, changes, torch.stack([torch.stack(rated).amax(), stable, took, kept, changed]))
+
+    def _candidates(self, image_pe: Tensor, prompts: Tensor, start: int, room: int | None) -> tuple[Candidates, Tensor]:
+        """The masks of some prompts that the model rates well, measured; and how many they are. `start` is the first
+        prompt's index."""
+        labels = torch.ones(len(prompts), 1, dtype=torch.int, device=prompts.device)
+        sparse, dense = self.model.prompt_encoder(points=(prompts[:, None], labels), boxes=None, masks=None)
+        logits, iou = self.model.mask_decoder(
+            image_embeddings=self.features,
+            image_pe=image_pe,
+            sparse_prompt_embeddings=sparse,
+            dense_prompt_embeddings=dense,
+            multimask_output=True,
+        )
+        logits, iou = logits.flatten(0, 1), iou.flatten()
+        masks = len(iou) // len(prompts)
+        least = self.thresholds.pred_iou
+        chosen, count = first_of(iou > least if least > 0 else torch.ones_like(iou, dtype=torch.bool), room)
+        index = chosen.clamp(min=0)
+        logits, iou = logits[index], iou[index]
+        measured = [self._measure(some) for some in logits.split(self.group)]
+        stability, boxes = map(torch.cat, zip(*measured, strict=True))
+        valid = (chosen >= 0) & ~cut_off(boxes, self.view.box, self.image_size)
+        if self.thresholds.stability_score > 0:
+            valid &= stability >= self.thresholds.stability_score
+        return Candidates(logits, iou, stability, boxes, start + index // masks, valid), count
+
+    def _measure(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Stability scores [N] of masks, and their boxes [N, 4] in the image's frame."""
+        upscaled = self._upscale(logits)
+        threshold = self.model.mask_threshold
+        left, top, right, bottom = boxes_of(upscaled > threshold).unbind(1)
+        x0, y0, _, _ = self.view.box
+        boxes = torch.stack([left + x0, top + y0, right + x0, bottom + y0], dim=1)
+        return stability_scores(upscaled, threshold, self.thresholds.stability_score_offset), boxes
+
+    def _upscale(self, logits: Tensor) -> Tensor:
+        """Logits [N, h, w] at the view's size, [N, H, W]."""
+        if not len(logits):  # which PyTorch's interpolation refuses
+            return logits.new_empty(0, *self.view.size)
+        upscaled: Tensor = self.model.postprocess_masks(logits[None], self.input_size, self.view.size)[0]
+        return upscaled
+
+    def _serialise(self, found: Candidates, exists: Tensor, room: int | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Table and changes of `Found`, and the room for changes that this takes."""
+        height, width = self.image_size
+        x0, y0, x1, y1 = self.view.box
+        size = evenly(len(exists), self.group) if len(exists) else 1
+        firsts, counts, changes = [], [], []
+        for logits, real in zip(found.logits.split(size), exists.split(size), strict=True):
+            masks = (self._upscale(logits) > self.model.mask_threshold) & real[:, None, None]
+            padded = nn.functional.pad(masks, (x0, width - x1, y0, height - y1))
+            first, count, where = changes_of(padded, room and room * size)
+            firsts.append(first)
+            counts.append(count)
+            changes.append(where)
+        most = torch.stack([group.sum() for group in counts]).amax()
+        columns = (
+            found.iou,
+            found.stability,
+            *found.boxes.unbind(1),
+            found.points,
+            torch.cat(firsts),
+            torch.cat(counts),
+        )
+        table = torch.stack([column.double() for column in columns], dim=1)
+        return table, nn.utils.rnn.pad_sequence(changes, batch_first=True), -(-most // size)
+
+
+def first_of(chosen: Tensor, room: int | None) -> tuple[Tensor, Tensor]:
+    """The indices of what is chosen, and its number.
+
+    Args:
+        chosen: bool [N].
+        room: for how many there is room; None for as many as there are.
+
+    Returns:
+        int64 [min(N, room)], -1 where there are no more; and int64, the number, whatever the room.
+    """
+    if room is None:
+        index = chosen.nonzero()[:, 0]
+    else:
+        index = torch.nonzero_static(chosen, size=min(room, len(chosen)), fill_value=-1)[:, 0]
+    return index, chosen.sum()
+
+
+def without_duplicates(
+    boxes: Tensor, scores: Tensor, valid: Tensor, threshold: float, rounds: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Non-maximum suppression as `torchvision.ops.nms` does it, without waiting for the device.
+
+    A box is dropped if one of a higher score, which is kept, overlaps it. Each round decides all boxes by those that
+    the round before kept: what it decided rightly of the first n in the ranking makes the next one right of the first
+    n + 1, and the result is reached when a round changes nothing.
+
+    Args:
+        boxes: (x0, y0, x1, y1), [N, 4].
+        scores: [N].
+        valid: which of them there are, bool [N].
+        threshold: the IoU above which boxes are duplicates.
+        rounds: how many to compute; None for as many as are needed.
+
+    Returns:
+        Which of the boxes to keep, bool [N], and which boxes these are, int64 [N], both in the order of falling scores;
+        and the number of rounds that were needed, int64, or twice `rounds` where that was not enough.
+    """
+    from torchvision.ops import box_iou
+
+    order = torch.where(valid, scores.float(), -torch.inf).sort(stable=True, descending=True).indices
+    boxes, valid = boxes[order].float(), valid[order]
+    overlap = (box_iou(boxes, boxes) > threshold).triu(1)  # of a row's box with those of lower rank
+    keep, changed = valid, torch.ones_like(valid)
+    needed = torch.ones((), dtype=torch.int64, device=boxes.device)
+    for _ in itertools.count() if rounds is None else range(rounds):
+        before = keep
+        keep = valid & ~(overlap & before[:, None]).any(0)
+        changed = keep != before
+        needed += changed.any()
+        if rounds is None and not changed.any():
+            break
+    return keep, order, needed if rounds is None else torch.where(changed.any(), 2 * rounds, needed)
+
+
+def to_host(found: Sequence[Found]) -> list[tuple[NDArray[np.float64], list[NDArray[np.int32]], Room]]:
+    """What searches found: tables, where each mask changes, and the room that was needed; in one transfer.
+
+    Masks of a search that had too little room are not all there, or not right.
+
+    Returns:
+        Of each search: its table [masks, 9]; per mask the indices of the pixels where it changes; and the room.
+    """
+    parts = [part.contiguous().view(-1).view(torch.uint8) for one in found for part in vars(one).values()]
+    packed = torch.cat(parts).cpu().numpy()
+    results, start = [], 0
+    for one in found:
+        arrays = []
+        for part, dtype in zip(vars(one).values(), (np.float64, np.int32, np.int64), strict=True):
+            end = start + part.numel() * part.element_size()
+            arrays.append(packed[start:end].view(dtype).reshape(part.shape))
+            start = end
+        table, changes, numbers = arrays
+        needed = Room(*numbers.tolist())
+        results.append((table[: needed.kept], _split(table, changes)[: needed.kept], needed))
+    return results
+
+
+def _split(table: NDArray[np.float64], changes: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+    """Where each mask changes, of groups of equal size, but for the last."""
+    group = -(-len(table) // len(changes))
+    counts = table[:, -1].astype(int)
+    where = []
+    for index, row in enumerate(changes):
+        of_group = counts[index * group : (index + 1) * group]
+        where += np.split(row, of_group.cumsum())[: len(of_group)]
+    return where
