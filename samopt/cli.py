@@ -1,9 +1,10 @@
-"""The command line: `samopt demo`, `optimize`, `verify`, `passes`, `recipes`, `bench`."""
+"""The command line: `samopt demo`, `optimize`, `verify`, `profile`, `passes`, `recipes`, `bench`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -156,6 +157,41 @@ def verify(
         raise SamoptError(f"recipe {chosen.name}: no pass applied here, so there was nothing to verify")
     _print(_kinds_table(agreement))
     _say(f"within the budget of recipe {chosen.name!r}: {agreement}")
+
+
+@app.command()
+def profile(
+    out: Annotated[Path, typer.Option(help="A folder for traces, snapshots and profile.json; made if need be.")],
+    checkpoint: Checkpoint = None,
+    model_type: ModelType = None,
+    recipe: RecipeName = "fast",
+    images: Images = None,
+    limit: ImageLimit = 4,
+    logs: Annotated[bool, typer.Option("--logs", help="Tell of graph breaks and recompilations, too.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Profiles set_image and predict before a recipe and after: kernels, memory, and what the host waits for.
+
+    The first picture is profiled; the recipe is verified on all of them, as by `samopt optimize`.
+    """
+    os.environ.setdefault(
+        "KINETO_LOG_LEVEL", "99"
+    )  # or PyTorch's profiler tells when it starts, and that no GPU is there
+    from samopt.profiling import compare
+    from samopt.profiling.profile import make_folder
+    from samopt.recipe import Recipe
+
+    chosen, samples = Recipe.of(recipe), _samples(images, limit)
+    figures = make_folder(out) / "profile.json"
+    _writable(figures)
+    sam = _load(checkpoint, model_type, device)
+    found = compare(sam, chosen, samples, out=out, logs=logs, inplace=True)
+    _write_json(figures, found.to_dict())
+    _print(found)
+    for of in (found.before, found.after):
+        for kind, path in of.files.items():
+            _say(f"{path}: open it at https://{'ui.perfetto.dev' if kind == 'trace' else 'pytorch.org/memory_viz'}")
+    _say(f"{figures}: the figures, as JSON")
 
 
 @app.command()

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from samopt import InvalidInput
 from samopt.preprocess import ATTRIBUTE, DEVICE, encoder_input, preprocess, resize, resize_in_float32, resized_shape
+from samopt.profiling.syncs import fake_cuda, record_syncs
 from samopt.samples import scene_samples
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal
-from tests.syncs import fake_cuda, record_syncs
 
 Resize = Callable[[Tensor, tuple[int, int]], Tensor]
 either = pytest.mark.parametrize("resize", [resize, resize_in_float32])

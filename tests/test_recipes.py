@@ -22,6 +22,7 @@ import samopt
 from samopt import InvalidInput, Pass, Recipe, Reference, Report, Sample, optimize, report
 from samopt.passes import CastDtype, Compile, Float8Dynamic, Int8Dynamic
 from samopt.passes.dtype import cast_at_borders
+from samopt.profiling.syncs import fake_cuda, on_fake_cuda, record_syncs
 from samopt.rebind import wrap
 from samopt.recipe import built_in
 from samopt.samples import scene_samples
@@ -29,7 +30,6 @@ from samopt.tiny import load_tiny
 from tests.answers import RECIPES
 from tests.models import random_sam, randomise_positions
 from tests.numerics import assert_bit_equal, relative_error
-from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
 
 
 def uncompiled(recipe: str) -> list[Any]:

@@ -14,9 +14,9 @@ from torch import nn
 from samopt import NoSites, Pass
 from samopt.passes import CastDtype, HoistRelPos, SDPAttention
 from samopt.passes.rel_pos import gather
+from samopt.profiling.syncs import fake_cuda, on_fake_cuda, record_syncs
 from tests.models import random_sam, randomise_positions
 from tests.numerics import assert_bit_equal
-from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from samopt import Site
 from samopt.passes import CastDtype, HoistRelPos, SDPAttention, sdpa
 from samopt.passes.rel_pos import tables
+from samopt.profiling.syncs import fake_cuda, on_fake_cuda, record_syncs
 from tests.models import random_sam, randomise_positions
 from tests.numerics import assert_bit_equal, assert_rounding, relative_error
-from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from samopt import AlreadyApplied, NoSites, Site, Skip
 from samopt.passes.where_indexing import WhereIndexing
+from samopt.profiling.syncs import fake_cuda, on_fake_cuda, record_syncs
 from tests.models import random_sam
 from tests.snapshot import Snapshot
-from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
 from tests.toy_graphs import assert_same_bits, rewritten
 
 

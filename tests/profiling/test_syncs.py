@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.syncs import fake_cuda, on_fake_cuda, record_syncs
+from samopt.profiling.syncs import fake_cuda, on_fake_cuda, record_syncs
 
 MASK = torch.tensor([True, False, True])
 
