@@ -174,17 +174,15 @@ def profile(
 
     The first picture is profiled; the recipe is verified on all of them, as by `samopt optimize`.
     """
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # or PyTorch's profiler tells when it starts, and that no GPU is there
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler says when it starts, and that it misses a GPU
     from samopt.profiling import compare
-    from samopt.profiling.profile import make_folder
+    from samopt.profiling.profiler import make_folder
     from samopt.recipe import Recipe
 
     chosen, samples = Recipe.of(recipe), _samples(images, limit)
+    sam = _load(checkpoint, model_type, device)
     figures = make_folder(out) / "profile.json"
     _writable(figures)
-    sam = _load(checkpoint, model_type, device)
     found = compare(sam, chosen, samples, out=out, logs=logs, inplace=True)
     _write_json(figures, found.to_dict())
     _print(found)

@@ -5,13 +5,13 @@ found = profiling.compare(sam, "fast", out="profile")  # both traces are there n
 found.before.audit.inside(), found.after.audit.inside()
 """
 
-from samopt.profiling.audit import Audit, audit
 from samopt.profiling.call import CALLS, STAGES, WholeCall
-from samopt.profiling.compare import Comparison, compare
+from samopt.profiling.comparison import Comparison, compare
 from samopt.profiling.compilations import Compilation, Compilations, GraphBreak, record_compilations
 from samopt.profiling.kernels import GROUPS, GroupTime, Kernel, by_group, group_of
 from samopt.profiling.memory import Memory
-from samopt.profiling.profile import Profile, StageTime, make_folder, profile
+from samopt.profiling.profiler import Profile, StageTime, make_folder, profile
+from samopt.profiling.sync_audit import Audit, audit
 from samopt.profiling.syncs import Sync
 
 __all__ = [

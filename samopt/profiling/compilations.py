@@ -84,7 +84,7 @@ class Compilations:
         return [one for one in self.compiled if one.guard]
 
     def to_dict(self) -> dict[str, Any]:
-        """{"compiled": [{function, file, line, seconds, guard, failed}], "breaks": [{file, line, reason}]}, for JSON."""
+        """{compiled: [{function, file, line, seconds, guard, failed}], breaks: [{file, line, reason}]}, for JSON."""
         return asdict(self)
 
     def __rich__(self) -> Group:
@@ -95,9 +95,7 @@ class Compilations:
 
     def __str__(self) -> str:
         seconds = sum(one.seconds for one in self.compiled)
-        summary = (
-            f"{len(self.compiled)} compilations in {seconds:.1f} s, {len(self.recompiled)} of them compiled again; "
-        )
+        summary = f"{len(self.compiled)} compilations in {seconds:.1f} s, {len(self.recompiled)} of them anew; "
         failed = [f"{one.function} was not compiled: {one.failed}" for one in self.compiled if one.failed]
         return "\n".join(
             [summary + f"{len(self.breaks)} graph breaks", *map(str, (*self.breaks, *self.recompiled)), *failed]
@@ -132,9 +130,10 @@ class _Reader(logging.Handler):
             self._broke(str(payload))
 
     def _compiled(self, metrics: dict[str, Any]) -> None:
-        name, file, line = (metrics.get(f"co_{key}") for key in ("name", "filename", "firstlineno"))
-        if name is None:
+        name: str | None = metrics.get("co_name")
+        if name is None:  # of the backward pass, or autograd's
             return
+        file, line = str(metrics.get("co_filename")), int(metrics.get("co_firstlineno") or 0)
         resumed = _RESUMED.match(name)
         function = f"the rest of {resumed[1]}" if resumed else name
         seconds = (metrics.get("duration_us") or 0) / 1e6

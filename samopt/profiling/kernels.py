@@ -11,18 +11,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch.autograd import DeviceType
+from torch._C._autograd import DeviceType
 
 GROUPS = ("attention", "matmul", "convolution", "normalisation", "elementwise", "copies", "other")
 
 _FUSED = r"(triton_(poi|per|red|mix|for)|cpp)_fused_"
-_MOVES = "(_to_copy|cat|clone|constant_pad_nd|copy|expand|permute|select|slice|transpose|unbind|_unsafe_view|unsqueeze"
-_MOVES += "|view|_)"
-_ARITHMETIC = (
-    "abs|add|addc(div|mul)|all|any|clamp|cos|cumsum|div|eq|erf|exp|floor|ge|gelu|gt|le|log|logical_(and|not|or)"
+_MOVES = (
+    "_to_copy cat clone constant_pad_nd copy expand permute select slice transpose unbind _unsafe_view unsqueeze view _"
 )
-_ARITHMETIC += "|lt|masked_fill|max|maximum|mean|min|minimum|mul|ne|neg|pow|reciprocal|relu|round|rsqrt|rsub|sigmoid"
-_ARITHMETIC += "|sin|sqrt|sub|sum|tanh|where"
+_ARITHMETIC = (
+    "abs add addcdiv addcmul all any clamp cos cumsum div eq erf exp floor ge gelu gt le log logical_and logical_not "
+    "logical_or lt masked_fill max maximum mean min minimum mul ne neg pow reciprocal relu round rsqrt rsub sigmoid "
+    "sin sqrt sub sum tanh where"
+)
+
+
+def _any(words: str) -> str:
+    return f"({'|'.join(words.split())})"
+
 
 # The first rule that is found in a name says its group.
 RULES: tuple[tuple[str, str], ...] = (
@@ -32,7 +38,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("matmul", r"triton_tem_fused_"),
     ("normalisation", rf"{_FUSED}.*(_norm|var_mean)"),
     ("attention", rf"{_FUSED}.*_softmax"),
-    ("copies", rf"{_FUSED}{_MOVES}+\d*$"),
+    ("copies", rf"{_FUSED}{_any(_MOVES)}+\d*$"),
     ("elementwise", _FUSED),
     # Softmax is attention: nothing else in SAM has one.
     ("attention", r"(?i)attention|attn|flash|fmha|sdpa|softmax|position_terms"),
@@ -44,7 +50,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("copies", r"(?i)memcpy|memset|copy|catarray|index_|_index|gather|scatter|fillfunctor|pad_nd|transpose_kernel"),
     ("copies", r"^aten::(cat|clone|contiguous|index|fill_|zero_|repeat)\b"),
     ("elementwise", r"(?i)elementwise|reduce_kernel|residual_sum|row_quantize|quantize_rows"),
-    ("elementwise", rf"^aten::({_ARITHMETIC})_?$"),
+    ("elementwise", rf"^aten::{_any(_ARITHMETIC)}_?$"),
 )
 _COMPILED = tuple((group, re.compile(rule)) for group, rule in RULES)
 _MADE_FOR = re.compile(
@@ -75,7 +81,7 @@ class Kernel:
 
     @property
     def short(self) -> str:
-        """The name without return type, namespaces, arguments and template; of a general kernel, what it is made for."""
+        """The name without return type, namespaces, arguments, template; with what a general kernel is made for."""
         if not self.name.startswith("void ") and "<" not in self.name:
             return self.name
         name = re.sub(r"\b\w+::(?=\w)", "", self.name.replace("(anonymous namespace)::", "").removeprefix("void "))

@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-MOST_EVENTS = (
-    200_000  # allocations and frees that a snapshot keeps: a call of the unmodified vit_h makes some thousands
-)
+MOST_EVENTS = 200_000  # allocations and frees that a snapshot keeps: a call makes some thousands
 
 
 @dataclass(frozen=True)

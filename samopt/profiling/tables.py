@@ -14,9 +14,9 @@ from samopt.profiling.kernels import GROUPS, GroupTime, by_group
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from samopt.profiling.audit import Audit
-    from samopt.profiling.compare import Comparison
-    from samopt.profiling.profile import Profile
+    from samopt.profiling.comparison import Comparison
+    from samopt.profiling.profiler import Profile
+    from samopt.profiling.sync_audit import Audit
 
 MOST_KERNELS = 10  # shown of each profile; all are in the JSON
 

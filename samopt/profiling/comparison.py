@@ -12,7 +12,7 @@ from torch import nn
 
 from samopt.optimize import optimize
 from samopt.profiling.compilations import Compilations, record_compilations
-from samopt.profiling.profile import Profile, profile
+from samopt.profiling.profiler import Profile, profile
 from samopt.recipe import Recipe
 from samopt.report import report, versions
 from samopt.samples import as_samples, scene_samples

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 from samopt.errors import InvalidInput, Unsupported
 from samopt.observe import check_size
-from samopt.profiling.audit import Audit, audit
 from samopt.profiling.call import CALLS, STAGES, WholeCall, named_blocks
 from samopt.profiling.kernels import Kernel, by_group, kernels_of
 from samopt.profiling.memory import Memory, memory_of
+from samopt.profiling.sync_audit import Audit, audit
 from samopt.progress import Progress
 from samopt.samples import Sample, scene_samples
 from samopt.structure import check_sam
@@ -173,7 +174,7 @@ def _trace(
             found.step()
     if path is not None:
         found.export_chrome_trace(str(path))
-    events = [event for event in found.events() or [] if event.device_type == torch.autograd.DeviceType.CPU]
+    events = [event for event in found.events() or [] if event.device_type == DeviceType.CPU]
     stages = []
     for name in dict.fromkeys(event.name for event in events if event.name in (*CALLS, *STAGES)):
         ranges = [event for event in events if event.name == name]
