@@ -90,6 +90,18 @@ def test_optimize_writes_the_report_as_json(run: Callable[..., Result], tmp_path
     assert 0.9 < written["steps"][-1]["accuracy"]["masks"]["mean_iou"] < 1
 
 
+def test_profile_writes_traces_and_figures(run: Callable[..., Result], tmp_path: Path) -> None:
+    result = run("profile", "--recipe", "eager.toml", "--device", "cpu", "--out", "made/here", "--logs")
+    assert result.exit_code == 0, result.output
+    for shown in ("before ms", "after ms", "matmul", "ui.perfetto.dev", "0 compilations", "no memory figures"):
+        assert shown in result.output
+    names = sorted(path.name for path in (tmp_path / "made" / "here").iterdir())
+    assert names == ["after.trace.json.gz", "before.trace.json.gz", "profile.json"]
+    written = json.loads((tmp_path / "made" / "here" / "profile.json").read_text())
+    assert (written["recipe"], written["before"]["name"], written["after"]["name"]) == ("eager", "before", "after")
+    assert written["after"]["files"] == {"trace": str(Path("made/here/after.trace.json.gz"))}
+
+
 @pytest.mark.parametrize("command", ["optimize", "verify"])
 def test_the_batch_size_that_passes_are_kept_for(
     run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -260,6 +272,9 @@ def test_bench_misses_a_peer_before_anything_is_timed(
         (("optimize", "--device", "tpu9"), "device 'tpu9' cannot be used here"),
         (("demo", "--image", "none.png"), "none.png: there is no such image file"),
         (("demo", "--out", "empty"), "empty is a folder"),
+        (("profile", "--out", "broken.toml"), "broken.toml: no folder can be made there"),
+        (("profile", "--out", "new", "--recipe", "fastest"), "unknown recipe 'fastest'"),
+        (("profile", "--out", "new", "--checkpoint", "none.pth"), "none.pth: "),
         (("recipes", "fastest"), "unknown recipe 'fastest'"),
         (("verify", "--recipe", "fastest"), "unknown recipe 'fastest'"),
         (("bench", "encoder", "--model-type", "vit_q"), "unknown model type 'vit_q'"),

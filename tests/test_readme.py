@@ -9,9 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from segment_anything.modeling import Sam
 
 import samopt
+import samopt.profiling.profiler
 from samopt.passes import SDPAttention
 from tests.models import random_sam
 
@@ -57,6 +59,23 @@ def test_many_pictures_and_prompts(names: dict[str, Any]) -> None:
     assert [len(answer.masks) for answer in names["answers"]] == [2, 0, 2]
     names["predictor"].set_embeddings(names["kept"][2:])
     assert names["predictor"].predict([names["again"]])[0].masks.shape == (1, 3, 64, 64)
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="fake CUDA tensors need a build of torch with CUDA")
+def test_where_the_time_goes(
+    names: dict[str, Any],
+    pictures: list[samopt.Sample],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(samopt.profiling.profiler, "scene_samples", lambda count: pictures[:count])
+    exec(block("python", "import profiling"), names)
+    groups, *syncs = capsys.readouterr().out.splitlines()
+    assert "matmul" in groups
+    assert "4 segment_anything/modeling/image_encoder.py" in syncs[0]
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["model.trace.json.gz"]
 
 
 def test_ground_truth_from_a_label_map(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

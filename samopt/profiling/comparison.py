@@ -96,7 +96,7 @@ def compare(
     before = profile(sam, pictures[0], out=out, name="before")
     words = describe(sam)
     recorder: Any = record_compilations() if logs else contextlib.nullcontext()
-    with recorder as compilations, _named_loops():
+    with recorder as compilations, named_loops():
         fast = optimize(sam, recipe, samples=None if samples is None else pictures, inplace=inplace)
         after = profile(fast, pictures[0], out=out, name="after")
     passes = tuple((step.name, step.status) for step in report(fast).steps)
@@ -104,7 +104,7 @@ def compare(
 
 
 @contextlib.contextmanager
-def _named_loops() -> Iterator[None]:
+def named_loops() -> Iterator[None]:
     """Has TorchInductor name, for the profiler, the loops it writes for a CPU, as kernels have names on a GPU."""
     import torch._inductor.config
 

@@ -46,7 +46,7 @@ def _figures(profiles: Sequence[Profile]) -> Iterator[RenderableType]:
         yield _kernels(profile)
     for profile in profiles:
         if profile.audit is not None:
-            yield _title(f"{profile.name}: what the host waits for the GPU for")
+            yield _title(f"{profile.name}: where the host waits for a GPU")
             yield of_audit(profile.audit)
     for note in dict.fromkeys(note for profile in profiles for note in profile.notes):
         yield Text(note)

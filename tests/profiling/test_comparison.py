@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from segment_anything.modeling import Sam
+from torch import Tensor
 
 from samopt import Recipe, Sample, Step
 from samopt.passes import Compile, HoistRelPos, TritonAttention, WhereIndexing
 from samopt.profiling import compare
+from samopt.profiling.comparison import named_loops
+from samopt.profiling.kernels import kernels_of
 from samopt.report import ATTRIBUTE
 
 RECIPE = Recipe(
@@ -51,6 +55,22 @@ def test_in_place_and_without_logs(sam: Sam, pictures: list[Sample]) -> None:
     assert ATTRIBUTE in vars(sam)
     assert found.compilations is None
     assert found.to_dict()["compilations"] is None
+
+
+def test_loops_that_are_compiled_for_a_cpu_have_names() -> None:
+    torch._dynamo.reset()
+
+    @torch.compile
+    def gelu(x: Tensor) -> Tensor:
+        return F.gelu(2 * x)
+
+    with named_loops(), torch.no_grad():
+        gelu(torch.ones(512))
+    with torch.profiler.profile() as found, torch.no_grad():
+        gelu(torch.ones(512))
+    groups = {kernel.name: kernel.group for kernel in kernels_of(found.key_averages(), cuda=False)}
+    assert [group for name, group in groups.items() if "cpp_fused_" in name] == ["elementwise"]
+    torch._dynamo.reset()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

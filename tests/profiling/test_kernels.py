@@ -50,7 +50,7 @@ NAMES = {
         *("aten::add_", "aten::gelu", "aten::masked_fill_"),
     ],
     "copies": [
-        f"{ATEN}elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::direct_copy_kernel_cuda(int)> >(int)",
+        f"{ATEN}elementwise_kernel<128, 2, at::native::gpu_kernel_impl<direct_copy_kernel_cuda(int)> >(int)",
         f"{ATEN}index_elementwise_kernel<128, 4>(int)",
         f"{ATEN}(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<4u>>(float*)",
         *("void cudnn::ops::nchwToNhwcKernel<float, float>(float*)", "triton_poi_fused_clone_permute_view_3"),
