@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,13 +175,30 @@ def _trace(
             found.step()
     if path is not None:
         found.export_chrome_trace(str(path))
-    events = [event for event in found.events() or [] if event.device_type == DeviceType.CPU]
+    return stages_of(found.events() or []), kernels_of(found.key_averages(), cuda)
+
+
+def stages_of(events: Iterable[Any]) -> tuple[StageTime, ...]:
+    """The times of the named ranges among the profiler's events.
+
+    On a GPU a range spans what was launched inside it. Kernels are found by lying in it, one after the other as they
+    run: those of a CUDA graph belong to no operator.
+    """
+    ranges = [event for event in events if event.name in (*CALLS, *STAGES)]
+    kernels = [event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation]
     stages = []
-    for name in dict.fromkeys(event.name for event in events if event.name in (*CALLS, *STAGES)):
-        ranges = [event for event in events if event.name == name]
-        seconds, on_gpu = (sum(getattr(r, f"{kind}_time_total") for r in ranges) / 1e6 for kind in ("cpu", "device"))
-        stages.append(StageTime(name, seconds, on_gpu if cuda else 0.0))
-    return tuple(stages), kernels_of(found.key_averages(), cuda)
+    for name in dict.fromkeys(event.name for event in ranges):
+        on_host, on_gpu = (
+            [event.time_range for event in ranges if event.name == name and event.device_type == device]
+            for device in (DeviceType.CPU, DeviceType.CUDA)
+        )
+        inside = (
+            kernel.time_range.elapsed_us()
+            for kernel in kernels
+            if any(span.start <= kernel.time_range.start < span.end for span in on_gpu)
+        )
+        stages.append(StageTime(name, sum(span.elapsed_us() for span in on_host) / 1e6, sum(inside) / 1e6))
+    return tuple(stages)
 
 
 def make_folder(path: str | Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 from rich.console import Console
 from segment_anything.modeling import Sam
+from torch._C._autograd import DeviceType
+from torch.autograd.profiler_util import Interval
 
 from samopt import InvalidInput, Sample
-from samopt.profiling import CALLS, STAGES, profile
+from samopt.profiling import CALLS, STAGES, StageTime, profile
+from samopt.profiling.profiler import stages_of
 from tests.models import random_sam
 
 
@@ -51,6 +55,45 @@ def test_a_trace_and_figures(sam: Sam, pictures: list[Sample], tmp_path: Path) -
     assert any("no memory figures and no snapshot" in note for note in found.notes)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in sam.modules())
     assert all(torch.equal(value, weights[key]) for key, value in sam.state_dict().items())
+
+
+@dataclass(frozen=True)
+class Event:
+    """An event of the profiler."""
+
+    name: str
+    device_type: DeviceType
+    time_range: Interval
+    is_user_annotation: bool = False
+
+
+def test_a_stages_kernels_are_those_in_its_range_on_the_gpu() -> None:
+    def host(name: str, start: int, end: int) -> Event:
+        return Event(name, DeviceType.CPU, Interval(start, end), True)
+
+    def gpu(name: str, start: int, end: int, named: bool = False) -> Event:
+        return Event(name, DeviceType.CUDA, Interval(start, end), named)
+
+    events = [
+        host("set_image", 0, 50),
+        host("preprocess", 1, 5),
+        host("image encoder", 10, 40),
+        host("preprocess", 41, 45),
+        gpu("set_image", 20, 90, named=True),
+        gpu("preprocess", 20, 30, named=True),
+        gpu("image encoder", 30, 80, named=True),
+        gpu("preprocess", 80, 90, named=True),
+        gpu("Memcpy", 20, 25),
+        gpu("gemm", 30, 60),
+        gpu("softmax", 65, 80),
+        gpu("pad", 80, 88),
+        gpu("of another call", 95, 99),
+    ]
+    assert stages_of(events) == (
+        StageTime("set_image", 50e-6, 58e-6),
+        StageTime("preprocess", 8e-6, 13e-6),
+        StageTime("image encoder", 30e-6, 45e-6),
+    )
 
 
 def test_figures_as_json_and_as_a_table(sam: Sam, pictures: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
