@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from samopt.errors import SamoptError, Unsupported, first_line
 from samopt.profiling.call import CALLS, WholeCall
@@ -58,12 +59,17 @@ def audit(model: nn.Module, call: WholeCall) -> Audit:
         call: what to call it with.
 
     Raises:
-        Unsupported: a build of PyTorch without CUDA, which has no fake tensors on a GPU. A GPU is not needed.
+        Unsupported: a build of PyTorch without CUDA, which has no fake tensors on a GPU (a GPU is not needed); or
+            weights that are tensors of torchao's own kinds.
         InvalidInput: a picture that the model cannot take.
     """
     if torch.version.cuda is None:
         remedy = "install one with CUDA: no GPU is needed"
         raise Unsupported("the sync audit needs fake CUDA tensors, which this build of PyTorch does not have", remedy)
+    for tensor in model.parameters():
+        if is_traceable_wrapper_subclass(tensor):
+            reason = f"the sync audit can make no fake tensor of a weight that is a {type(tensor).__name__}"
+            raise Unsupported(reason, "audit the model without the pass that made it")
     stages: list[str] = []
 
     @contextmanager

@@ -16,6 +16,7 @@ from segment_anything.modeling.prompt_encoder import PromptEncoder
 from torch import Tensor, nn
 
 from samopt import Sample, Unsupported, optimize
+from samopt.passes import Int8Dynamic
 from samopt.profiling.call import WholeCall
 from samopt.profiling.sync_audit import audit
 from samopt.profiling.syncs import as_imported
@@ -113,6 +114,14 @@ def test_code_that_needs_values_ends_it_with_a_sentence(sam: Sam, call: WholeCal
 def test_a_build_without_cuda_says_so(sam: Sam, call: WholeCall, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(Unsupported, match=r"needs fake CUDA tensors.*no GPU is needed"):
+        audit(sam, call)
+
+
+@needs_cuda_build
+def test_weights_of_torchao_are_refused(sam: Sam, call: WholeCall) -> None:
+    pytest.importorskip("torchao")
+    Int8Dynamic(kernel="torchao")(sam)
+    with pytest.raises(Unsupported, match="no fake tensor of a weight that is a Int8Tensor"):
         audit(sam, call)
 
 
