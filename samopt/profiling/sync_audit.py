@@ -30,7 +30,7 @@ class Audit:
 
     Attributes:
         syncs: each place that waits, with how often a call does there, in the order in which they are met.
-        stopped: why the audit ended before the call did; "" where it did not.
+        stopped: why the audit ended before the call did, as where code branches on a value; "" where it did not.
     """
 
     syncs: tuple[tuple[Sync, int], ...]
@@ -85,6 +85,6 @@ def audit(model: nn.Module, call: WholeCall) -> Audit:
             call(fake, enter)
         except SamoptError:
             raise
-        except Exception as error:  # of code that cannot do without values, such as `if mask.any():`
-            stopped = f"the {stages[-1] if stages else 'call'} needs a tensor's values to go on ({first_line(error)})"
+        except Exception as error:  # code may need values, as `if mask.any():` does
+            stopped = f"the {stages[-1] if stages else 'call'} failed on tensors without values: {first_line(error)}"
     return Audit(tuple(Counter(syncs).items()), stopped)

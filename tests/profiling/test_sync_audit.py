@@ -99,7 +99,7 @@ def test_code_that_needs_values_ends_it_with_a_sentence(sam: Sam, call: WholeCal
     whole = audit(sam, call)
     sam.mask_decoder = Asks(sam.mask_decoder)
     found = audit(sam, call)
-    assert found.stopped.startswith("the mask decoder needs a tensor's values to go on (")
+    assert found.stopped.startswith("the mask decoder failed on tensors without values: ")
     assert found.inside()[:-1] == whole.inside()
     (last, _) = found.inside()[-1]
     assert (last.stage, last.reason) == ("mask decoder", "item brings a value to the host")
@@ -107,7 +107,7 @@ def test_code_that_needs_values_ends_it_with_a_sentence(sam: Sam, call: WholeCal
     console = Console(width=130)
     with console.capture() as shown:
         console.print(found)
-    assert "the rest is not known: the mask decoder needs" in " ".join(shown.get().split())
+    assert "the rest is not known: the mask decoder failed" in " ".join(shown.get().split())
     assert found.to_dict()["stopped"] == found.stopped
 
 
