@@ -121,7 +121,6 @@ def launch(
 
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     C = x.shape[-1]
-    block = power_of_two(C)
     with torch.cuda.device_of(x):
         row_norm[(x.numel() // C,)](
             x,
@@ -132,8 +131,14 @@ def launch(
             scales,
             eps,
             C,
-            block,
+            *two_parts(C),
             limit,
-            num_warps=max(1, block // (1024 if scales is None else 2048)),
+            num_warps=max(1, power_of_two(C) // (1024 if scales is None else 2048)),
         )
     return out
+
+
+def two_parts(C: int) -> tuple[int, int]:
+    """The largest power of two in C, and the rest, padded to one; 0 where there is none."""
+    first = 1 << (C.bit_length() - 1)
+    return first, power_of_two(C - first) if first < C else 0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samopt.passes.kernels.arithmetic import power_of_two
 from samopt.passes.kernels.layer_norm import launch as launch_norm
+from samopt.passes.kernels.layer_norm import two_parts
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest values that are used
 LEAST = 1e-30  # of the largest |value| of a row
@@ -111,10 +112,9 @@ def launch(x: Tensor, dtype: torch.dtype, gelu: bool = False) -> tuple[Tensor, T
     x = x.contiguous()
     values, scales = _empty(x, dtype)
     C = x.shape[-1]
-    block = power_of_two(C)
     with torch.cuda.device_of(x):
         row_quantize[(x.numel() // C,)](
-            x, values, scales, C, block, gelu, LIMITS[dtype], num_warps=max(1, block // 2048)
+            x, values, scales, C, *two_parts(C), gelu, LIMITS[dtype], num_warps=max(1, power_of_two(C) // 2048)
         )
     return values, scales
 

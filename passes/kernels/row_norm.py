@@ -3,7 +3,8 @@
 s = x + residual
 y = (s - mean) / sqrt(variance + eps) * weight + bias,      mean and variance of the row of s, in float32
 
-Where the next product is quantised, y is quantised before it leaves the registers.
+Where the next product is quantised, y is quantised before it leaves the registers. A row is kept in two parts, of
+powers of two: 1,280 as 1,024 + 256, where one part of 2,048 would have the warp compute on 768 values that are none.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from samopt.passes.kernels.row_quantize import store_row
+from samopt.passes.kernels.row_quantize import row_scale, store_part
 
 
 @triton.jit
@@ -24,22 +25,45 @@ def row_norm(
     scales,  # [M], or None: out is not quantised
     eps,
     C: tl.constexpr,
-    BLOCK: tl.constexpr,  # C padded to a power of two
+    C1: tl.constexpr,  # the largest power of two that C has
+    C2: tl.constexpr,  # the rest, padded to a power of two; 0 where there is none
     LIMIT: tl.constexpr,  # the largest value of out's dtype, where it is quantised
 ):
     program = tl.program_id(0).to(tl.int64)
     row = program * C
-    column = tl.arange(0, BLOCK)
-    used = column < C
-    values = tl.load(x + row + column, mask=used, other=0.0).to(tl.float32)
-    if residual is not None:
-        values += tl.load(residual + row + column, mask=used, other=0.0).to(tl.float32)
-    centred = tl.where(used, values - tl.sum(values, axis=0) / C, 0.0)
-    variance = tl.sum(centred * centred, axis=0) / C
-    w = tl.load(weight + column, mask=used, other=0.0).to(tl.float32)
-    b = tl.load(bias + column, mask=used, other=0.0).to(tl.float32)
-    result = centred * tl.rsqrt(variance + eps) * w + b
+    column1 = tl.arange(0, C1)
+    column2 = C1 + tl.arange(0, C2 if C2 > 0 else 1)
+    part1 = _sum(x, residual, row, column1, C)
+    part2 = tl.zeros([C2 if C2 > 0 else 1], tl.float32)
+    if C2 > 0:
+        part2 = _sum(x, residual, row, column2, C)
+    mean = (tl.sum(part1, axis=0) + tl.sum(part2, axis=0)) / C
+    part1 = part1 - mean
+    part2 = tl.where(column2 < C, part2 - mean, 0.0)
+    variance = (tl.sum(part1 * part1, axis=0) + tl.sum(part2 * part2, axis=0)) / C
+    share = tl.rsqrt(variance + eps)
+    part1 = _scaled(part1, share, weight, bias, column1, C)
+    if C2 > 0:
+        part2 = _scaled(part2, share, weight, bias, column2, C)
+    scale = 1.0
     if scales is not None:
-        store_row(result, out + row + column, used, scales + program, LIMIT)
-    else:
-        tl.store(out + row + column, result.to(out.dtype.element_ty), mask=used)
+        scale = row_scale(part1, part2, LIMIT)
+        tl.store(scales + program, scale)
+    store_part(part1, scale, out + row, column1, C, scales is not None)
+    if C2 > 0:
+        store_part(part2, scale, out + row, column2, C, scales is not None)
+
+
+@triton.jit
+def _sum(x, residual, row, column, C: tl.constexpr):
+    values = tl.load(x + row + column, mask=column < C, other=0.0).to(tl.float32)
+    if residual is not None:
+        values += tl.load(residual + row + column, mask=column < C, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def _scaled(centred, share, weight, bias, column, C: tl.constexpr):
+    w = tl.load(weight + column, mask=column < C, other=0.0).to(tl.float32)
+    b = tl.load(bias + column, mask=column < C, other=0.0).to(tl.float32)
+    return centred * share * w + b

@@ -22,28 +22,41 @@ def row_quantize(
     out,  # [M, C], int8 or float8
     scales,  # [M]
     C: tl.constexpr,
-    BLOCK: tl.constexpr,  # C padded to a power of two
+    C1: tl.constexpr,  # the largest power of two that C has
+    C2: tl.constexpr,  # the rest, padded to a power of two; 0 where there is none
     GELU: tl.constexpr,
     LIMIT: tl.constexpr,  # the largest value of out's dtype
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    used = column < C
-    values = tl.load(x + row * C + column, mask=used, other=0.0).to(tl.float32)
+    column1 = tl.arange(0, C1)
+    column2 = C1 + tl.arange(0, C2 if C2 > 0 else 1)
+    part1 = tl.load(x + row * C + column1).to(tl.float32)
+    part2 = tl.load(x + row * C + column2, mask=column2 < C, other=0.0).to(tl.float32)
     if GELU:
-        values = gelu(values)
-    store_row(values, out + row * C + column, used, scales + row, LIMIT)
+        part1 = gelu(part1)
+        part2 = gelu(part2)
+    scale = row_scale(part1, part2, LIMIT)
+    tl.store(scales + row, scale)
+    store_part(part1, scale, out + row * C, column1, C, True)
+    if C2 > 0:
+        store_part(part2, scale, out + row * C, column2, C, True)
 
 
 @triton.jit
-def store_row(values, out_ptrs, used, scale_ptr, LIMIT: tl.constexpr):
-    """Quantises a row of float32 values, zero where not used, and stores it with its scale."""
-    scale = tl.maximum(tl.reduce(tl.abs(values), 0, _larger), LEAST, propagate_nan=tl.PropagateNan.ALL) / LIMIT
-    values = values * (1.0 / scale)
-    if out_ptrs.dtype.element_ty == tl.int8:
-        values = (values + ROUNDS) - ROUNDS
-    tl.store(out_ptrs, values.to(out_ptrs.dtype.element_ty), mask=used)
-    tl.store(scale_ptr, scale)
+def row_scale(part1, part2, LIMIT: tl.constexpr):
+    """The scale of a row of float32 values in two parts, zero where there is no value."""
+    largest = _larger(tl.reduce(tl.abs(part1), 0, _larger), tl.reduce(tl.abs(part2), 0, _larger))
+    return tl.maximum(largest, LEAST, propagate_nan=tl.PropagateNan.ALL) / LIMIT
+
+
+@triton.jit
+def store_part(values, scale, out, column, C: tl.constexpr, QUANTIZE: tl.constexpr):
+    """Stores float32 values of a row at its columns, quantised where asked."""
+    if QUANTIZE:
+        values = values * (1.0 / scale)
+        if out.dtype.element_ty == tl.int8:
+            values = (values + ROUNDS) - ROUNDS
+    tl.store(out + column, values.to(out.dtype.element_ty), mask=column < C)
 
 
 @triton.jit
