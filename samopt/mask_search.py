@@ -22,6 +22,8 @@ from samopt.crops import Box, cut_off
 from samopt.masks import boxes_of, changes_of, stability_scores
 from samopt.memory import evenly, masks_at_once, prompts_at_once
 from samopt.passes.kernels.arithmetic import power_of_two
+from samopt.passes.kernels.upscale_masks import Frame, launch, measure
+from samopt.passes.upscale_masks import upscales_in_one_step
 
 SPARE, LASTING = 1.25, 0.9  # room for more than a view needed, and for less with every view that needs less
 COLUMNS = 9  # of a mask's row: predicted IoU, stability score, box, prompt, first pixel, number of changes
@@ -161,6 +163,8 @@ class Search:
         self.input_size, self.image_size, self.thresholds = input_size, image_size, thresholds
         self.piece = points_per_batch or prompts_at_once(model, budget, len(prompts))
         self.group = masks_at_once(model, budget, image_size)
+        fused = upscales_in_one_step(model) and self.features.is_cuda
+        self.frame = Frame(model.image_encoder.img_size, input_size, view.size) if fused else None
 
     def run(self, room: Room | None) -> Found:
         """Finds the masks of the view, the best rated first: as far as there is room, or all where that is None."""
@@ -200,21 +204,34 @@ class Search:
         chosen, count = first_of(iou > least if least > 0 else torch.ones_like(iou, dtype=torch.bool), room)
         index = chosen.clamp(min=0)
         logits, iou = logits[index], iou[index]
-        measured = [self._measure(some) for some in logits.split(self.group)]
-        stability, boxes = map(torch.cat, zip(*measured, strict=True))
-        valid = (chosen >= 0) & ~cut_off(boxes, self.view.box, self.image_size)
+        valid = chosen >= 0
+        stability, boxes = self._measure(logits, valid)
+        valid &= ~cut_off(boxes, self.view.box, self.image_size)
         if self.thresholds.stability_score > 0:
             valid &= stability >= self.thresholds.stability_score
         return Candidates(logits, iou, stability, boxes, start + index // masks, valid), count
 
-    def _measure(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _measure(self, logits: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Stability scores [N] of masks, and their boxes [N, 4] in the image's frame."""
-        upscaled = self._upscale(logits)
-        threshold = self.model.mask_threshold
-        left, top, right, bottom = boxes_of(upscaled > threshold).unbind(1)
+        threshold, offset = self.model.mask_threshold, self.thresholds.stability_score_offset
+        if self.frame is not None:
+            told = measure(logits, self.frame, threshold, offset, valid)
+            stability, boxes = told[:, 0] / told[:, 1], told[:, 2:].long()
+        else:
+            pieces = (self._upscale(some) for some in logits.split(self.group))
+            measured = [(stability_scores(piece, threshold, offset), boxes_of(piece > threshold)) for piece in pieces]
+            stability, boxes = map(torch.cat, zip(*measured, strict=True))
         x0, y0, _, _ = self.view.box
-        boxes = torch.stack([left + x0, top + y0, right + x0, bottom + y0], dim=1)
-        return stability_scores(upscaled, threshold, self.thresholds.stability_score_offset), boxes
+        left, top, right, bottom = boxes.unbind(1)
+        return stability, torch.stack([left + x0, top + y0, right + x0, bottom + y0], dim=1)
+
+    def _masks(self, logits: Tensor, exists: Tensor) -> Tensor:
+        """Masks at the view's size, bool [N, H, W]; empty where there is none."""
+        if self.frame is not None:
+            masks = launch(logits, self.frame, self.model.mask_threshold, exists)
+        else:
+            masks = self._upscale(logits) > self.model.mask_threshold
+        return masks & exists[:, None, None]
 
     def _upscale(self, logits: Tensor) -> Tensor:
         """Logits [N, h, w] at the view's size, [N, H, W]."""
@@ -230,8 +247,7 @@ class Search:
         size = evenly(len(exists), self.group) if len(exists) else 1
         firsts, counts, changes = [], [], []
         for logits, real in zip(found.logits.split(size), exists.split(size), strict=True):
-            masks = (self._upscale(logits) > self.model.mask_threshold) & real[:, None, None]
-            padded = nn.functional.pad(masks, (x0, width - x1, y0, height - y1))
+            padded = nn.functional.pad(self._masks(logits, real), (x0, width - x1, y0, height - y1))
             first, count, where = changes_of(padded, room and room * size)
             firsts.append(first)
             counts.append(count)
