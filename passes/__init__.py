@@ -7,6 +7,7 @@ from samopt.passes.compile import Compile
 from samopt.passes.device_preprocess import DevicePreprocess
 from samopt.passes.dtype import CastDtype
 from samopt.passes.float8 import Float8Dynamic
+from samopt.passes.image_pe import HoistImagePE
 from samopt.passes.int8 import Int8Dynamic
 from samopt.passes.layer_norm import TritonLayerNorm
 from samopt.passes.linear_gelu import LinearGELU
@@ -16,15 +17,18 @@ from samopt.passes.rel_pos import HoistRelPos
 from samopt.passes.sdpa import SDPAttention
 from samopt.passes.semi_sparse import SemiSparse
 from samopt.passes.triton_attention import TritonAttention
+from samopt.passes.upscale_masks import UpscaleMasks
 from samopt.passes.where_indexing import WhereIndexing
 
 PASSES: dict[str, type[Pass]] = {
     "linear_patch_embed": LinearPatchEmbed,
     "rel_pos": HoistRelPos,
+    "image_pe": HoistImagePE,
     "where_indexing": WhereIndexing,
     "device_preprocess": DevicePreprocess,
     "sdpa": SDPAttention,
     "decoder": FusedMaskDecoder,
+    "upscale_masks": UpscaleMasks,
     "dtype": CastDtype,
     "triton_attention": TritonAttention,
     "linear_gelu": LinearGELU,
@@ -42,6 +46,7 @@ __all__ = [
     "DevicePreprocess",
     "Float8Dynamic",
     "FusedMaskDecoder",
+    "HoistImagePE",
     "HoistRelPos",
     "Int8Dynamic",
     "LinearGELU",
@@ -50,6 +55,7 @@ __all__ = [
     "SemiSparse",
     "TritonAttention",
     "TritonLayerNorm",
+    "UpscaleMasks",
     "WhereIndexing",
 ]
 

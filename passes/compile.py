@@ -35,7 +35,7 @@ from samopt.passes.cuda_graphs import CudaGraphs
 from samopt.passes.mask_decoder import shared
 from samopt.rebind import bind_methods, clone
 from samopt.result import Site, Skip
-from samopt.structure import differs, encoders, is_encoder, join, mask_decoders
+from samopt.structure import differs, encoders, is_encoder, join, mask_decoders, prompt_encoders
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class Compile(Pass):
             changes of an encoder that was captured, as a forward that is bound anew or a norm's `eps`, are not seen:
             undo Compile and apply it again.
         decoder: compile the mask decoder too: two compilations, for one prompt and for several, for each of multimask
-            output and single, with mask prompts and without. "auto" where the model is on a GPU when the pass runs: on
-            a CPU each takes ten seconds, and gains little. It runs without CUDA graphs.
+            output and single, with mask prompts and without; and the prompt encoder, which is small kernels mostly, two
+            for each of points, boxes and both. "auto" where the model is on a GPU when the pass runs: on a CPU a
+            decoder takes ten seconds, and gains little. They run without CUDA graphs.
         recompile_limit: compilations allowed for one piece of code, all models of the process together.
     """
 
@@ -110,15 +111,20 @@ class Compile(Pass):
             if self.scope == "block":
                 names = ["patch_embed", *(f"blocks.{index}" for index in range(len(encoder.blocks))), "neck"]
                 yield from (Site(join(fqn, name)) for name in names)
-        for fqn, decoder in mask_decoders(model):
-            if self.decoder is True or (self.decoder == "auto" and next(decoder.parameters()).is_cuda):
-                reason = _decoder_differs(decoder)
-                yield Skip(fqn, f"it is not compiled: {reason}") if reason else Site(fqn, {"kind": "decoder"})
+        prompts = ((fqn, "prompts", module, _prompts_differ) for fqn, module in prompt_encoders(model))
+        decoders = ((fqn, "decoder", module, _decoder_differs) for fqn, module in mask_decoders(model))
+        for fqn, kind, module, differ in (*prompts, *decoders):
+            if self.decoder is True or (self.decoder == "auto" and next(module.parameters()).is_cuda):
+                reason = differ(module)
+                yield Skip(fqn, f"it is not compiled: {reason}") if reason else Site(fqn, {"kind": kind})
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         new: Any = clone(module)
         if site.facts.get("kind") == "decoder":
             new._compiled_call_impl = functools.partial(decode, self.compiled(new))
+            return new
+        if site.facts.get("kind") == "prompts":
+            new._compiled_call_impl = functools.partial(encode_prompts, new, self.compiled(new))
             return new
         whole = is_encoder(module)
         call = new._call_impl
@@ -161,6 +167,46 @@ def _decoder_differs(decoder: nn.Module) -> str | None:
     )
 
 
+def _prompts_differ(encoder: nn.Module) -> str | None:
+    from segment_anything.modeling import PromptEncoder
+
+    if reason := differs(encoder, "forward", PromptEncoder.forward):
+        return reason
+    if "_embed_points" not in vars(encoder):
+        return "it reads with boolean masks, which depend on the prompts: apply where_indexing first"
+    return None
+
+
+def encode_prompts(
+    module: Any,
+    call: Callable[..., tuple[Tensor, Tensor]],
+    points: tuple[Tensor, Tensor] | None,
+    boxes: Tensor | None,
+    masks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Calls a compiled prompt encoder: one compilation serves any number of prompts, and of points.
+
+    Masks are embedded by convolutions, for which PyTorch compiles anew as their batch grows: these run as they are.
+
+    Args:
+        module: the prompt encoder.
+        call: what calls the compiled one, hooks included.
+        points: as in SAM, and the others likewise.
+        boxes: likewise.
+        masks: likewise.
+
+    Returns:
+        Sparse and dense embeddings.
+    """
+    if (points is None and boxes is None) or module._forward_hooks or module._forward_pre_hooks:
+        uncompiled: tuple[Tensor, Tensor] = module._call_impl(points, boxes, masks)
+        return uncompiled
+    if points is not None:
+        points = (_dynamic(points[0], 0, 1), _dynamic(points[1], 0, 1))
+    sparse, dense = call(points, None if boxes is None else _dynamic(boxes, 0), None)
+    return sparse, dense if masks is None else module._embed_masks(masks)
+
+
 def decode(
     call: Callable[..., tuple[Tensor, Tensor]],
     image_embeddings: Tensor,
@@ -191,8 +237,11 @@ def decode(
 
 
 def _dynamic(tensor: Tensor, *dims: int) -> Tensor:
-    """A view of a tensor some of whose sizes torch.compile takes for any size; not for 0 and 1, which it never does."""
-    view = tensor.view(tensor.shape)
+    """A view of a tensor some of whose sizes torch.compile takes for any size; not for 0 and 1, which it never does.
+
+    Where no gradient is wanted it is none of a parameter's either, so that all calls are alike to torch.compile.
+    """
+    view = tensor.view(tensor.shape) if torch.is_grad_enabled() else tensor.detach()
     for dim in dims:
         torch._dynamo.maybe_mark_dynamic(view, dim)
     return view

@@ -8,6 +8,11 @@ values that tokens attend to, and the queries of the image. Positions are equal 
 Here what is equal stays a batch of one. SAM's own layers broadcast it, and `SDPAttention`'s attention does so
 without a copy: all prompts' tokens attend to one set of keys as one long sequence of queries. Of 64 prompts this saves
 a fifth of the decoder's arithmetic. The networks that make the masks' weights, one per mask, run as one batch.
+
+Upscaling is two transposed convolutions whose patches do not overlap, so each is a linear layer of every token, and
+what lies between them and after them is of every pixel too. So the image stays tokens, as the transformer has it, of
+16 pixels each, and only the masks are put in the order of pixels. What the convolutions take from memory is what they
+need, in the layout that matrix products read fastest.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from samopt.errors import InvalidInput
 from samopt.rebind import clone, mark, marked, rebind_inside
 from samopt.result import Site, Skip
 from samopt.structure import differs, mask_decoders
+
+ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class FusedMaskDecoder(Pass):
         mark(*_broadcasting(new.transformer))
         if _alike(new.output_hypernetworks_mlps):
             mark(*new.output_hypernetworks_mlps)
+        if _by_token(new.output_upscaling):
+            mark(*_parts(new.output_upscaling))
         return new
 
 
@@ -137,10 +146,9 @@ def predict_masks(
         image_pe = torch.repeat_interleave(image_pe, prompts, dim=0)
     hs, src = self.transformer(src, image_pe, tokens)
 
-    upscaled = self.output_upscaling(src.transpose(1, 2).unflatten(2, (height, width)))
+    pixels = upscaled(self.output_upscaling, src, (height, width))
     hyper_in = hypernetworks(self.output_hypernetworks_mlps, hs[:, 1 : 1 + self.num_mask_tokens])
-    masks = (hyper_in @ upscaled.flatten(2)).unflatten(2, upscaled.shape[2:])
-    return masks, self.iou_prediction_head(hs[:, 0])
+    return masks_of(pixels, hyper_in, (height, width)), self.iou_prediction_head(hs[:, 0])
 
 
 def shared(batch: Tensor) -> Tensor:
@@ -167,10 +175,73 @@ def hypernetworks(mlps: Any, tokens: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
+def upscaled(upscaling: Any, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+    """The features of pixels, 4 x 4 of every image token.
+
+    Modules of the upscaling that were replaced, or have hooks, run as in SAM.
+
+    Args:
+        upscaling: the decoder's `output_upscaling`.
+        tokens: of the image, [N, h * w, C].
+        size: (h, w).
+
+    Returns:
+        [N, h * w, 4, 4, C / 8]: of a token its four quarters, row by row, and of a quarter its four pixels.
+    """
+    if not marked(*_parts(upscaling)) or _hooked(upscaling):
+        pixels = upscaling(tokens.transpose(1, 2).unflatten(2, size))
+        split = pixels.unflatten(3, (size[1], 2, 2)).unflatten(2, (size[0], 2, 2))
+        return split.permute(0, 2, 5, 3, 6, 4, 7, 1).flatten(1, 2).flatten(2, 3).flatten(3, 4)
+    first, norm, activation, second, last = upscaling
+    x = _of_each_token(first, tokens)  # [N, h * w, 4, C / 4]
+    x = activation(F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, norm.eps))
+    out: Tensor = last(_of_each_token(second, x))
+    return out
+
+
+def masks_of(pixels: Tensor, weights: Tensor, size: tuple[int, int]) -> Tensor:
+    """Logits [N, M, 4 h, 4 w]: the features of pixels, as `upscaled` has them, times the weights [N, M, C / 8]."""
+    masks = pixels.flatten(1, 3) @ weights.transpose(1, 2)
+    split = masks.unflatten(1, (*size, 2, 2, 2, 2))  # the token's row and column, the quarter's, the pixel's
+    return split.permute(0, 7, 1, 3, 5, 2, 4, 6).flatten(5).flatten(2, 4)
+
+
+def _of_each_token(convolution: nn.ConvTranspose2d, x: Tensor) -> Tensor:
+    """A transposed convolution of 2 x 2 with stride 2, of every token alone: [..., C] to [..., 4, D], row by row."""
+    assert convolution.bias is not None
+    weight = convolution.weight.permute(2, 3, 1, 0).flatten(0, 2)  # [4 * D, C]
+    return F.linear(x, weight, convolution.bias.repeat(4)).unflatten(-1, (4, -1))
+
+
+def _by_token(upscaling: Any) -> bool:
+    """Whether the upscaling is SAM's, and so is of every token alone."""
+    from segment_anything.modeling.common import LayerNorm2d
+
+    kinds = (nn.ConvTranspose2d, LayerNorm2d, ELEMENTWISE, nn.ConvTranspose2d, ELEMENTWISE)
+    if type(upscaling) is not nn.Sequential or len(upscaling) != len(kinds):
+        return False
+    if differs(upscaling[1], "forward", LayerNorm2d.forward):
+        return False
+    for part, kind in zip(upscaling, kinds, strict=True):
+        if not isinstance(part, kind) or (kind is not LayerNorm2d and "forward" in vars(part)):
+            return False
+    return _without_overlap(upscaling[0]) and _without_overlap(upscaling[3])
+
+
+def _without_overlap(convolution: Any) -> bool:
+    plain = (convolution.groups, convolution.padding, convolution.output_padding, convolution.dilation)
+    sizes = (convolution.kernel_size, convolution.stride)
+    return sizes == ((2, 2), (2, 2)) and plain == (1, (0, 0), (0, 0), (1, 1)) and convolution.bias is not None
+
+
+def _parts(upscaling: Any) -> list[nn.Module]:
+    return [upscaling, *upscaling] if isinstance(upscaling, nn.Sequential) else [upscaling]
+
+
 def _plain(layer: Any) -> bool:
     """Whether a module computes x W^T + b of its own weight and bias."""
     return type(layer).forward is nn.Linear.forward and "forward" not in layer.__dict__ and layer.bias is not None
 
 
-def _hooked(mlps: nn.Module) -> bool:
-    return any(len(part._forward_hooks) or len(part._forward_pre_hooks) for part in mlps.modules())
+def _hooked(module: nn.Module) -> bool:
+    return any(len(part._forward_hooks) or len(part._forward_pre_hooks) for part in module.modules())

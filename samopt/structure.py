@@ -120,6 +120,13 @@ def mask_decoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield fqn, module
 
 
+def prompt_encoders(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The prompt encoders in a model, by the attributes that a mask decoder's callers use."""
+    for fqn, module in model.named_modules():
+        if callable(getattr(module, "get_dense_pe", None)) and hasattr(module, "image_embedding_size"):
+            yield fqn, module
+
+
 def layer_norms_2d(model: nn.Module) -> Iterator[nn.Module]:
     """The modules in `model` that normalise the channels of [B, C, H, W] as segment_anything's LayerNorm2d does."""
     from segment_anything.modeling.common import LayerNorm2d

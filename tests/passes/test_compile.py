@@ -14,7 +14,15 @@ from torch import Tensor, nn
 
 import samopt
 from samopt import AlreadyApplied, InvalidInput, Pass, Recipe, SamoptError, Site, Skip, Step, Unsupported, optimize
-from samopt.passes import CastDtype, Compile, FusedMaskDecoder, HoistRelPos, LinearPatchEmbed, SDPAttention
+from samopt.passes import (
+    CastDtype,
+    Compile,
+    FusedMaskDecoder,
+    HoistRelPos,
+    LinearPatchEmbed,
+    SDPAttention,
+    WhereIndexing,
+)
 from samopt.passes import compile as compile_pass
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, assert_rounding
@@ -290,6 +298,36 @@ def test_a_decoder_compiles_twice_for_any_number_of_prompts(mode: Any, passes: t
                 assert_bit_equal(ours_found, sam.mask_decoder(*given, multimask_output=multimask))
                 assert not any(name.startswith("_dynamo") for tensor in given for name in vars(tensor))
             assert graphs() == before + 2
+
+
+@pytest.mark.usefixtures("dynamo_only")
+@torch.no_grad()
+def test_a_prompt_encoder_compiles_twice_for_any_number_of_prompts() -> None:
+    sam = random_sam()
+    WhereIndexing()(sam)
+    ours = copy.deepcopy(sam)
+    Compile(decoder=True)(ours)
+    for kinds in ("points", "boxes", "points boxes", "points masks"):
+        before = graphs()
+        for prompts, tokens in ((2, 2), (1, 2), (7, 4), (300, 2)):
+            points = 64 * torch.rand(prompts, tokens, 2), torch.randint(-1, 2, (prompts, tokens))
+            boxes, masks = 64 * torch.rand(prompts, 4), torch.randn(prompts, 1, 16, 16)
+            given = [
+                value if name in kinds else None
+                for name, value in zip(("points", "boxes", "masks"), (points, boxes, masks), strict=True)
+            ]
+            found = ours.prompt_encoder(*given)
+            assert_bit_equal(list(found), list(sam.prompt_encoder(*given)))
+            assert found[1].stride(0) == 0 or masks is given[2] or prompts == 1
+        assert graphs() == before + (0 if "masks" in kinds else 2)
+    alone = ours.prompt_encoder(None, None, masks)
+    assert_bit_equal(list(alone), list(sam.prompt_encoder(None, None, masks)))
+
+
+def test_a_prompt_encoder_with_boolean_masks_is_not_compiled() -> None:
+    result = Compile(decoder=True)(random_sam())
+    reasons = {skip.fqn: skip.reason for skip in result.skipped}
+    assert "apply where_indexing first" in reasons["prompt_encoder"]
 
 
 @pytest.mark.usefixtures("dynamo_only")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from samopt import Site
 from samopt.passes import CastDtype, HoistRelPos, SDPAttention, sdpa
 from samopt.passes.rel_pos import tables
+from samopt.passes.sdpa import of_few_queries
 from samopt.profiling.syncs import fake_cuda, on_fake_cuda, record_syncs
 from tests.models import random_sam, randomise_positions
 from tests.numerics import assert_bit_equal, assert_rounding, relative_error
@@ -210,3 +211,11 @@ def test_on_a_gpu_positions_fold_and_are_not_made_anew(monkeypatch: pytest.Monke
     assert syncs == []
     # 64 + 3 + 3 for a window and 64 + 5 + 5 for the whole grid, each up to a multiple of 8.
     assert lengths == [(72, 64), (80, 64)]
+
+
+def test_attention_of_few_queries_is_that_of_heads() -> None:
+    generator = torch.Generator().manual_seed(1)
+    few, many, values = (torch.randn(3, n, 32, generator=generator, dtype=torch.float64) for n in (7, 60, 60))
+    q, k, v = (x.unflatten(2, (4, 8)).transpose(1, 2) for x in (few, many, values))
+    expected = (torch.softmax(q @ k.mT / 8**0.5, dim=-1) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(of_few_queries(few, many, values, 4), expected, atol=1e-14, rtol=0)
