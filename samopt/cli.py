@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from segment_anything.modeling import Sam
 
+    from samopt.samples import Sample
+
 
 class _Commands(TyperGroup):
     """Turns samopt's errors into one line and an exit code: 1 where accuracy fell short, 2 for anything else."""
@@ -45,11 +47,17 @@ RecipeName = Annotated[str, typer.Option(help="A built-in recipe (see `samopt re
 Images = Annotated[
     Path | None, typer.Option(help="A picture, or a folder of them, to measure on. Without it: drawn scenes.")
 ]
+Coco = Annotated[
+    Path | None,
+    typer.Option(help="COCO instances (JSON) with the ground truth of the pictures in the folder --images."),
+]
 BatchSize = Annotated[
     int | None,
     typer.Option(min=1, help='Images per call that keep = "if-faster" is for. Without it: 8 on a GPU, 1 on a CPU.'),
 ]
-ImageLimit = Annotated[int, typer.Option(min=1, help="Pictures to measure on, at most.")]
+ImageLimit = Annotated[
+    int | None, typer.Option(min=1, help="Pictures to measure on, at most. Without it: 4; of COCO's 100.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes the GPU where there is one.")]
 
 
@@ -104,7 +112,8 @@ def optimize(
     model_type: ModelType = None,
     recipe: RecipeName = "fast",
     images: Images = None,
-    limit: ImageLimit = 4,
+    coco: Coco = None,
+    limit: ImageLimit = None,
     batch_size: BatchSize = None,
     json_out: Annotated[Path, typer.Option("--json", help="Where to write the report.")] = Path("samopt-report.json"),
     device: Device = "auto",
@@ -118,7 +127,7 @@ def optimize(
     from samopt.report import report
 
     _writable(json_out)
-    chosen, samples = Recipe.of(recipe), _samples(images, limit)
+    chosen, samples = Recipe.of(recipe), _samples(images, coco, limit)
     sam = _load(checkpoint, model_type, device)
     try:
         found = report(run(sam, chosen, samples=samples, inplace=True, batch_size=batch_size))
@@ -136,7 +145,8 @@ def verify(
     model_type: ModelType = None,
     recipe: RecipeName = "fast",
     images: Images = None,
-    limit: ImageLimit = 4,
+    coco: Coco = None,
+    limit: ImageLimit = None,
     batch_size: BatchSize = None,
     device: Device = "auto",
 ) -> None:
@@ -145,7 +155,7 @@ def verify(
     from samopt.recipe import Recipe
     from samopt.report import report
 
-    chosen, samples = Recipe.of(recipe), _samples(images, limit)
+    chosen, samples = Recipe.of(recipe), _samples(images, coco, limit)
     sam = _load(checkpoint, model_type, device)
     model = run(sam, chosen, samples=samples, inplace=True, batch_size=batch_size)
     applied = [step for step in report(model).steps if step.status == "applied"]
@@ -306,12 +316,17 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _samples(images: Path | None, limit: int) -> Any:
+def _samples(images: Path | None, coco: Path | None, limit: int | None) -> list[Sample]:
+    from samopt.coco import coco_samples
     from samopt.samples import image_folder, read_image, scene_samples
 
+    if coco is not None:
+        if images is None:
+            raise InvalidInput("--coco needs --images, the folder with its pictures")
+        return coco_samples(coco, images, limit or 100)
     if images is None:
-        return scene_samples(limit)
-    return [read_image(images)] if images.is_file() else image_folder(images, limit)
+        return scene_samples(limit or 4)
+    return [read_image(images)] if images.is_file() else image_folder(images, limit or 4)
 
 
 def _writable(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from segment_anything.utils.transforms import ResizeLongestSide
 
 T = TypeVar("T")
+
+PROMPTS = 64  # answered together: always as many, as a batch of another size may round differently
 
 
 @dataclass(frozen=True)
@@ -186,10 +189,16 @@ def _encode(predictor: SamPredictor, sample: Sample) -> float:
 
 
 def _answer(predictor: SamPredictor, batch: PromptBatch) -> tuple[Prediction, float]:
-    prompt = batch.to(predictor.device)
-    arguments = (prompt.points, prompt.labels, prompt.boxes, prompt.masks, prompt.multimask)
-    (masks, iou, logits), seconds = _timed(lambda: predictor.predict_torch(*arguments), predictor.device)
-    return Prediction(logits.float().cpu(), iou.float().cpu(), np.packbits(masks.cpu().numpy(), axis=-1)), seconds
+    logits, iou, packed, seconds = [], [], [], 0.0
+    for piece in batch.split(PROMPTS):
+        prompt = piece.to(predictor.device)
+        arguments = (prompt.points, prompt.labels, prompt.boxes, prompt.masks, prompt.multimask)
+        answer, taken = _timed(functools.partial(predictor.predict_torch, *arguments), predictor.device)
+        seconds += taken
+        packed.append(np.packbits(answer[0].cpu().numpy(), axis=-1))
+        iou.append(answer[1].float().cpu())
+        logits.append(answer[2].float().cpu())
+    return Prediction(torch.cat(logits), torch.cat(iou), np.concatenate(packed)), seconds
 
 
 def _timed(call: Callable[[], T], device: torch.device) -> tuple[T, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -36,9 +37,16 @@ class PromptBatch:
 
     def to(self, device: torch.device) -> PromptBatch:
         """The same prompts on `device`."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def split(self, count: int) -> list[PromptBatch]:
+        """The same prompts in batches of at most `count`."""
+        length = next(len(t) for t in (self.points, self.boxes, self.masks) if t is not None)
+        return [self._each(operator.itemgetter(slice(i, i + count))) for i in range(0, length, count)]
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> PromptBatch:
         points, labels, boxes, masks = (
-            None if tensor is None else tensor.to(device)
-            for tensor in (self.points, self.labels, self.boxes, self.masks)
+            None if tensor is None else change(tensor) for tensor in (self.points, self.labels, self.boxes, self.masks)
         )
         return replace(self, points=points, labels=labels, boxes=boxes, masks=masks)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from samopt.errors import InvalidInput
 from samopt.observe import Outputs, Prediction, Timings, observe
-from samopt.prompts import PromptBatch, choose_objects, make_prompts, point_grid
+from samopt.prompts import KINDS, PromptBatch, choose_objects, make_prompts, point_grid
 from samopt.samples import Sample, as_samples, scene_samples
 from samopt.structure import check_sam
 
@@ -134,24 +134,35 @@ class Reference:
     trained: bool = True
 
     @staticmethod
-    def record(model: nn.Module, samples: Any = None, *, masks: bool = True) -> Reference:
+    def record(
+        model: nn.Module,
+        samples: Any = None,
+        *,
+        masks: bool = True,
+        kinds: Sequence[str] = KINDS,
+        objects: int | None = OBJECTS,
+    ) -> Reference:
         """Records the answers of `model` on `samples`.
 
         Args:
             model: a Sam, usually unmodified. It is not changed.
             samples: see `as_samples`; None draws four scenes with ground truth.
             masks: False says that the weights are untrained, so that only embeddings and logits are compared.
+            kinds: the kinds of prompts to ask, of `samopt.prompts.KINDS`.
+            objects: objects per picture to prompt for, from the smallest to the largest; None takes all of them.
 
         Raises:
-            InvalidInput: no Sam, or no usable sample.
+            InvalidInput: no Sam, no usable sample, or no such kind of prompt.
         """
         check_sam(model)
+        if unknown := [kind for kind in kinds if kind not in KINDS] or ([] if kinds else ["none"]):
+            raise InvalidInput(f"unknown kind of prompt {unknown[0]!r}; known: {', '.join(KINDS)}")
         pictures = scene_samples() if samples is None else as_samples(samples)
         prompts: list[list[PromptBatch]] = []
         truths: list[NDArray[np.uint8] | None] = []
 
         def prepare(predictor: SamPredictor, index: int) -> list[PromptBatch]:
-            batches, truth = _prompts_for(predictor, pictures[index])
+            batches, truth = _prompts_for(predictor, pictures[index], kinds, objects)
             prompts.append(batches)
             truths.append(truth)
             return batches
@@ -246,22 +257,27 @@ def _pool(agreements: Sequence[KindAgreement]) -> KindAgreement:
     return KindAgreement(ious, mean("changed") or 0.0, mean("truth"), mean("reference_truth"))
 
 
-def _prompts_for(predictor: SamPredictor, sample: Sample) -> tuple[list[PromptBatch], NDArray[np.uint8] | None]:
-    """Prompts of every kind for a picture the predictor has encoded, and the packed truth of the prompted objects."""
+def _prompts_for(
+    predictor: SamPredictor, sample: Sample, kinds: Sequence[str], objects: int | None
+) -> tuple[list[PromptBatch], NDArray[np.uint8] | None]:
+    """Prompts of some kinds for a picture the predictor has encoded, and the packed truth of the prompted objects."""
     size = sample.image.shape[:2]
 
     def to_input(points: NDArray[np.float64]) -> Tensor:
         return torch.as_tensor(predictor.transform.apply_coords(points, size), dtype=torch.float32)
 
-    if sample.masks is not None and len(chosen := choose_objects(sample.masks, OBJECTS)):
-        masks, points = sample.masks[chosen], None if sample.points is None else sample.points[chosen]
+    given = sample.masks
+    if given is not None and len(chosen := choose_objects(given, len(given) if objects is None else objects)):
+        masks, points = given[chosen], None if sample.points is None else sample.points[chosen]
         truth = np.packbits(masks, axis=-1)
     else:
         masks, points, truth = *_find_objects(predictor, size, to_input), None
     batches = make_prompts(masks, points, to_input)
-    box = next(batch for batch in batches if batch.kind == "box").to(predictor.device)
-    _, _, logits = predictor.predict_torch(None, None, box.boxes, multimask_output=False)
-    return [*batches, PromptBatch("mask", False, masks=logits.float().cpu())], truth
+    if "mask" in kinds:
+        box = next(batch for batch in batches if batch.kind == "box").to(predictor.device)
+        _, _, logits = predictor.predict_torch(None, None, box.boxes, multimask_output=False)
+        batches.append(PromptBatch("mask", False, masks=logits.float().cpu()))
+    return [batch for batch in batches if batch.kind in kinds], truth
 
 
 def _find_objects(

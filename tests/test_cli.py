@@ -25,6 +25,7 @@ from samopt.cli import app
 from samopt.passes import PASSES
 from samopt.recipe import Recipe, built_in
 from samopt.timing import Encoder
+from tests.instances import write_instances
 from tests.models import random_sam
 
 EAGER = """
@@ -125,6 +126,16 @@ def test_optimize_measures_on_a_folder(run: Callable[..., Result], tmp_path: Pat
     result = run("optimize", "--recipe", "eager.toml", "--device", "cpu", "--images", "photos", "--limit", "1")
     assert result.exit_code == 0, result.output
     assert "true mIoU" not in result.output
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools' decode
+def test_verify_measures_on_coco_instances(run: Callable[..., Result], tmp_path: Path) -> None:
+    (scene,) = samopt.samples.scene_samples()
+    assert scene.masks is not None
+    write_instances(tmp_path, [scene.image], [[*scene.masks]])
+    result = run("verify", "--recipe", "eager.toml", "--device", "cpu", "--coco", "instances.json", "--images", ".")
+    assert result.exit_code == 0, result.output
+    assert "ground-truth mIoU 0.8" in result.output
 
 
 def test_verify_prints_every_kind_of_prompt(run: Callable[..., Result]) -> None:
@@ -269,6 +280,8 @@ def test_bench_misses_a_peer_before_anything_is_timed(
         (("optimize", "--images", "nowhere"), "nowhere: there is no such folder"),
         (("optimize", "--images", "empty"), "empty: no image in this folder"),
         (("optimize", "--images", "unreadable"), "photo.png: not a readable image"),
+        (("optimize", "--coco", "eager.toml"), "--coco needs --images"),
+        (("verify", "--coco", "eager.toml", "--images", "empty"), "eager.toml: not a file of COCO annotations"),
         (("optimize", "--json", "no/report.json"), "there is no folder no"),
         (("optimize", "--device", "tpu9"), "device 'tpu9' cannot be used here"),
         (("demo", "--image", "none.png"), "none.png: there is no such image file"),

@@ -46,6 +46,19 @@ def test_answers_are_what_sam_predictor_answers(
             assert np.array_equal(chosen, masks[torch.arange(len(iou)), iou.argmax(dim=1)].numpy())
 
 
+def test_many_prompts_are_answered_in_pieces(
+    sam: Sam, pictures: Sequence[Sample], prompts: list[PromptBatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = torch.rand(5, 1, 2, generator=torch.Generator().manual_seed(0)) * 40
+    batch = PromptBatch("point", True, points=points, labels=torch.ones(5, 1, dtype=torch.int32))
+    together = observe(sam, pictures[:1], lambda predictor, index: [batch]).predictions[0][0]
+    monkeypatch.setattr("samopt.observe.PROMPTS", 2)
+    (pieces,) = observe(sam, pictures[:1], lambda predictor, index: [batch]).predictions[0]
+    torch.testing.assert_close(pieces.logits, together.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(pieces.iou, together.iou, rtol=1e-4, atol=1e-5)
+    assert pieces.masks.shape == together.masks.shape == (5, 3, 53, 5)
+
+
 def test_observing_changes_nothing(sam: Sam, pictures: Sequence[Sample], prompts: list[PromptBatch]) -> None:
     sam.train()
     before = Snapshot(sam)

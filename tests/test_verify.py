@@ -250,11 +250,27 @@ def test_the_embedded_model_is_called_trained(tiny256: Sam) -> None:
     assert masks.truth > 0.5
 
 
+def test_kinds_and_objects_may_be_chosen(sam: Sam) -> None:
+    masks = np.zeros((6, 48, 64), dtype=np.bool_)
+    for index in range(5):  # and the last one is not to be seen
+        masks[index, 3 : 9 + index, 5 * index : 5 * index + 9] = True
+    recorded = Reference.record(sam, truths(masks), kinds=("box", "mask"), objects=None)
+    assert [batch.kind for batch in recorded.prompts[0]] == ["box", "mask"]
+    agreement = verify(sam, dataclasses.replace(recorded, trained=True))
+    assert agreement.equal
+    assert [len(of.ious) for of in agreement.kinds.values()] == [5, 5]
+    two = Reference.record(sam, truths(masks), objects=2).truths[0]
+    assert two is not None
+    assert len(two) == 2
+
+
 def test_bad_arguments_are_named(sam: Sam, pictures: list[Sample]) -> None:
     with pytest.raises(InvalidInput, match="Linear is no Sam"):
         Reference.record(nn.Linear(1, 1), pictures)
     with pytest.raises(InvalidInput, match="samples is empty"):
         Reference.record(sam, [])
+    with pytest.raises(InvalidInput, match="unknown kind of prompt 'words'; known: point, points"):
+        Reference.record(sam, pictures, kinds=("box", "words"))
     with pytest.raises(InvalidInput, match="Linear is no Sam"):
         verify(nn.Linear(1, 1), Reference.record(sam, pictures))
     not_recorded: Any = pictures
