@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     import rich.progress
 
 
 class Progress:
-    """Shows the step at hand. A context manager; `step` moves on."""
+    """Shows the step at hand. A context manager; `step` moves on. One inside another shows nothing."""
+
+    _showing: ClassVar[bool] = False  # some bar is: a terminal has one last line
 
     def __init__(self, total: int) -> None:
         from rich.console import Console
 
         console = Console(stderr=True)
-        self._total, self._done = total, -1
+        self._total, self._done, self._start = total, -1, time.perf_counter()
         self._bar: rich.progress.Progress | None = None
         if console.is_terminal and console.file.isatty():  # FORCE_COLOR may call a log file a terminal
             from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -25,10 +29,21 @@ class Progress:
             text = TextColumn("{task.description}", markup=False)
             columns = (text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
             # A step may take minutes, and the time left is estimated from all that are done.
-            self._bar = Bar(*columns, console=console, transient=True, speed_estimate_period=86_400)
+            # What goes to a file or a pipe on standard output is not to be shown above the bar instead.
+            self._bar = Bar(
+                *columns,
+                console=console,
+                transient=True,
+                speed_estimate_period=86_400,
+                redirect_stdout=sys.stdout.isatty(),
+            )
 
     def __enter__(self) -> Progress:
+        self._start = time.perf_counter()
+        if Progress._showing:
+            self._bar = None
         if self._bar is not None:
+            Progress._showing = True
             self._bar.start()
             self._task = self._bar.add_task("", total=self._total)
         return self
@@ -37,10 +52,19 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._bar is not None:
+            Progress._showing = False
             self._bar.stop()
 
-    def step(self, description: str) -> None:
+    def step(self, description: str = "") -> None:
         """Counts the last step as done and names the next one."""
         self._done += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=description)
+
+    @property
+    def left(self) -> str:
+        """The time left in words, where the steps to come take as long as those done did; "" where none is known."""
+        if not 0 < self._done < self._total:
+            return ""
+        seconds = (time.perf_counter() - self._start) / self._done * (self._total - self._done)
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"

@@ -11,7 +11,6 @@ import functools
 import statistics
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -199,12 +198,11 @@ def median_seconds(calls: Sequence[Callable[[], Any]], device: torch.device) -> 
     batch that keeps the GPU busy.
     """
     from samopt.passes.kernels.tuning import gpu_seconds
-    from samopt.timing import cpu_seconds
+    from samopt.timing import cpu_seconds, on
 
     timer = gpu_seconds if device.type == "cuda" else cpu_seconds
-    current: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     seconds: list[list[float]] = [[] for _ in calls]
-    with current:  # events are recorded on the current device
+    with on(device):
         for call in calls:  # compiles, and tunes kernels
             call()
         while len(seconds[0]) < ROUNDS and (len(seconds[0]) < 3 or sum(map(sum, seconds)) < SECONDS):

@@ -47,16 +47,10 @@ class Timed:
 
 @torch.no_grad()
 def timed(encoder: Encoder, pixels: Tensor) -> Timed:
-    """Calls `encoder` until its time is known.
-
-    Every call is waited for before the next one starts: at batch 1 the time is a latency, with the gaps in which the
-    GPU waits for its next kernel.
-    """
+    """Calls `encoder` until its time is known; see `repeated`."""
     device = pixels.device
     cuda = device.type == "cuda"
-    timer = _cuda_seconds if cuda else cpu_seconds
-    current: AbstractContextManager[Any] = torch.cuda.device(device) if cuda else nullcontext()
-    with current:  # events are recorded on the current device, whichever the tensors are on
+    with on(device):
         start = time.perf_counter()
         output = encoder(pixels)
         if cuda:
@@ -65,15 +59,33 @@ def timed(encoder: Encoder, pixels: Tensor) -> Timed:
         output = output.cpu()  # off the GPU before memory is counted, and before a CUDA graph writes over it
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        for _ in range(2):  # warm-up; a CUDA graph is recorded in the first of them
-            timer(lambda: encoder(pixels))
-        seconds: list[float] = []
-        while len(seconds) < REPEATS and (len(seconds) < 3 or sum(seconds) < SECONDS):
-            seconds.append(timer(lambda: encoder(pixels)))
+        seconds, spread = repeated(lambda: encoder(pixels), device)
         peak = _peak_gib() if cuda else 0.0
+    return Timed(output, seconds, spread, first, peak)
+
+
+@torch.no_grad()
+def repeated(call: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """The median time of a call in seconds, after two to warm up, and (90th - 10th percentile) / median.
+
+    Every call is waited for before the next one starts: at batch 1 the time is a latency, with the gaps in which the
+    GPU waits for its next kernel, or for the host.
+    """
+    timer = _cuda_seconds if device.type == "cuda" else cpu_seconds
+    seconds: list[float] = []
+    with on(device):
+        for _ in range(2):  # a CUDA graph is recorded in the first of them
+            timer(call)
+        while len(seconds) < REPEATS and (len(seconds) < 3 or sum(seconds) < SECONDS):
+            seconds.append(timer(call))
     deciles = statistics.quantiles(seconds, n=10)
     median = statistics.median(seconds)
-    return Timed(output, median, (deciles[-1] - deciles[0]) / median, first, peak)
+    return median, (deciles[-1] - deciles[0]) / median
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes a GPU the current one: events are recorded on that, whichever the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _peak_gib() -> float:

@@ -19,7 +19,8 @@ def _rle(mask: NDArray[np.bool_]) -> dict[str, Any]:
 
 def write_instances(folder: Path, pictures: list[NDArray[np.uint8]], masks: list[list[Any]]) -> Path:
     """A file of instances beside its pictures; a mask is an array, or a segmentation as COCO has it."""
-    images, annotations = [], []
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
     for index, picture in enumerate(pictures):
         Image.fromarray(picture).save(folder / f"{index}.png")
         height, width = picture.shape[:2]

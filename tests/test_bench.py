@@ -6,67 +6,50 @@ import contextlib
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
-import segment_anything
 import torch
+from segment_anything import SamPredictor
 from segment_anything.modeling import Sam
 from torch import Tensor
 
 import samopt.bench
 import samopt.speed
 import samopt.timing
-from samopt.bench import EncoderBench, Entry, plan, random_model
+from samopt.bench import Bench, Entry, whole_call
+from samopt.bench_build import Candidate, NothingAdded, optimised, unmodified
+from samopt.bench_model import BenchModel
+from samopt.bench_plan import Verified, side_by_side
 from samopt.bench_table import Row
-from samopt.errors import InvalidInput, Unsupported
+from samopt.errors import InvalidInput
 from samopt.gate import Budget
-from samopt.passes import (
-    CastDtype,
-    Compile,
-    Float8Dynamic,
-    HoistRelPos,
-    Int8Dynamic,
-    SDPAttention,
-    TritonLayerNorm,
-)
-from samopt.peers import Build, Peer
+from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention
+from samopt.peers import Peer
 from samopt.recipe import Recipe, Step
+from samopt.samples import Sample, scene_samples
 from samopt.timing import Encoder, Timed, timed
-from samopt.tiny import load_tiny
+from tests.benches import CPU, DOUBLE, SAME, built, small_bench, small_model
 from tests.models import random_sam
-from tests.toys import Exact, MoreWork, counted_seconds
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+from tests.toys import Exact, Lossy, MoreWork, counted_seconds
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> EncoderBench:
-    """A bench of a small model; the product that measures the chip is small, too."""
-    monkeypatch.setattr(samopt.bench, "random_model", lambda model_type, seed: random_sam(img_size=64))
-    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
-    return EncoderBench("small", CPU)
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return small_bench(monkeypatch)
 
 
-def built(change: Callable[[Any, Tensor], Tensor]) -> Build:
-    """Builds the unmodified encoder, called through `change`."""
-
-    @contextlib.contextmanager
-    def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
-        yield lambda pixels: change(sam.image_encoder, pixels)
-
-    return build
+def plan(recipe: Recipe, batch_sizes: list[int], peers: list[Peer] | None = None) -> list[Entry]:
+    """The rows of a recipe all of which stood verification."""
+    return side_by_side([Verified(recipe, {})], batch_sizes, CPU, peers or [])
 
 
-SAME = built(lambda encoder, pixels: encoder(pixels))
-DOUBLE = built(lambda encoder, pixels: 2 * encoder(pixels))
-
-
-def test_rows_hold_ratio_share_and_error_against_the_unmodified_model(bench: EncoderBench) -> None:
+def test_rows_hold_ratio_share_and_error_against_the_unmodified_model(bench: Bench) -> None:
     peer = Peer("double", "torch", DOUBLE)
     recipe = Recipe.of([SDPAttention(), CastDtype()])
-    rows: list[Any] = list(bench.rows(plan([recipe], [1, 3], CPU, [peer])))
+    rows: list[Any] = list(bench.rows(plan(recipe, [1, 3], [peer])))
     assert [(row.what, row.batch_size) for row in rows] == [
         ("unmodified", 1),
         ("eager bfloat16", 1),
@@ -88,7 +71,7 @@ def test_rows_hold_ratio_share_and_error_against_the_unmodified_model(bench: Enc
     assert double.error == pytest.approx(1)
 
 
-def test_an_embedding_past_the_recipes_limit_is_a_row_that_failed(bench: EncoderBench) -> None:
+def test_an_embedding_past_the_recipes_limit_is_a_row_that_failed(bench: Bench) -> None:
     within, past = (Entry("row", 1, DOUBLE, most_error=limit) for limit in (1.01, 0.5))
     _, kept, failed = bench.rows([Entry("base", 1, SAME), within, past])
     assert kept.note == ""
@@ -98,10 +81,10 @@ def test_an_embedding_past_the_recipes_limit_is_a_row_that_failed(bench: Encoder
         None,
     )
     limited = Recipe([Step(SDPAttention())], Budget(embedding_error=0.25))
-    assert [entry.most_error for entry in plan([limited], [1, 2], CPU)][-2:] == [0.25, 0.25]
+    assert [entry.most_error for entry in plan(limited, [1, 2])][-2:] == [0.25, 0.25]
 
 
-def test_figures_are_per_image(bench: EncoderBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_are_per_image(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     def half_a_second(encoder: Encoder, pixels: Tensor) -> Timed:
         return Timed(encoder(pixels).detach(), seconds=0.5, spread=0.25, first_seconds=9.0, peak_gib=2.0)
 
@@ -126,7 +109,7 @@ def test_timed_tells_the_first_call_from_the_others() -> None:
     assert len(calls) == 3 + samopt.timing.REPEATS
 
 
-def test_what_all_rows_share(bench: EncoderBench) -> None:
+def test_what_all_rows_share(bench: Bench) -> None:
     side, width = 4, 64  # of the token grid, and of tokens and output
     blocks = 0
     for edge in (14, side):  # attention on a window, padding included, and on all of the image
@@ -139,35 +122,7 @@ def test_what_all_rows_share(bench: EncoderBench) -> None:
     assert {"samopt", "python", "torch", "threads", "system"} <= set(bench.setting.versions)
 
 
-def test_the_plan_on_a_gpu() -> None:
-    lossless, half = Recipe([Step(SDPAttention())], name="lossless"), Recipe([Step(CastDtype("float16"))], name="half")
-    peer = Peer("peer", "torch", SAME)
-    entries = plan([lossless, half], [4, 1, 32, 4], CUDA, [peer])
-    assert [(entry.what, entry.batch_size) for entry in entries if entry.tf32] == [
-        ("unmodified, TF32", 1),
-        ("unmodified, TF32", 4),
-    ]
-    assert [(entry.what, entry.batch_size) for entry in entries if not entry.tf32] == [
-        ("unmodified", 1),
-        ("eager bfloat16", 1),
-        ("eager bfloat16", 4),
-        ("eager float16", 1),
-        ("eager float16", 4),
-        *(("lossless", size) for size in (4, 1, 32)),
-        *(("half", size) for size in (4, 1, 32)),
-        ("peer", 4),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "asked", "expected"), [([1, 16, 32], [], [16]), ([32, 64], [], [32]), ([1], [2, 4, 2], [2, 4])]
-)
-def test_batch_sizes_of_peers(sizes: list[int], asked: list[int], expected: list[int]) -> None:
-    entries = plan([Recipe.of([SDPAttention()])], sizes, CPU, [Peer("peer", "torch", SAME)], asked)
-    assert [entry.batch_size for entry in entries if entry.what == "peer"] == expected
-
-
-def test_tf32_is_for_its_rows_only(bench: EncoderBench) -> None:
+def test_tf32_is_for_its_rows_only(bench: Bench) -> None:
     seen = []
 
     def look(encoder: Any, pixels: Tensor) -> Tensor:
@@ -182,56 +137,39 @@ def test_tf32_is_for_its_rows_only(bench: EncoderBench) -> None:
         assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
 
 
-def test_a_row_that_fails_is_a_note_and_the_others_go_on(bench: EncoderBench) -> None:
+def test_a_row_that_fails_is_a_note_and_the_others_go_on(bench: Bench) -> None:
     def fail(encoder: Any, pixels: Tensor) -> Tensor:
         raise ValueError("no kernel [image]\nand a long story")
 
     spoiled = built(lambda encoder, pixels: encoder(pixels) / 0)
     entries = [Entry("base", 1, SAME), Entry("peer", 2, built(fail)), Entry("spoiled", 1, spoiled)]
     base, failed, infinite, last = bench.rows([*entries, Entry("last", 2, SAME)])
-    assert failed == Row("peer", 2, note="ValueError: no kernel [image]")
+    assert failed == Row("peer", 2, status="failed", note="ValueError: no kernel [image]")
     assert infinite.note == "SamoptError: its embedding holds NaN or infinity"
     assert infinite.milliseconds is None
     assert base.note == last.note == ""
     assert last.error == pytest.approx(0, abs=1e-5)
 
 
-def test_a_base_that_fails_is_an_error(bench: EncoderBench) -> None:
+def test_a_base_that_fails_is_an_error(bench: Bench) -> None:
     with pytest.raises(ZeroDivisionError):
         list(bench.rows([Entry("base", 1, built(lambda encoder, pixels: encoder(pixels[: 1 // 0])))]))
 
 
-def test_a_recipe_that_loses_a_step_is_no_row(bench: EncoderBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_that_loses_a_step_is_no_row(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samopt.passes.compile, "_cpp_compiler", lambda: None)
     recipe = Recipe([Step(HoistRelPos()), Step(Compile(), required=False)])
-    row = list(bench.rows(plan([recipe], [1], CPU)))[-1]
+    row = list(bench.rows(plan(recipe, [1])))[-1]
     assert row.note.startswith("SamoptError: Compile")
     assert "found no C++ compiler" in row.note
 
 
-@pytest.mark.usefixtures("kernels_anywhere")
-def test_narrow_norms_are_verified_like_wide_ones_and_may_be_left_alone(
-    bench: EncoderBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("samopt.tiny.load_tiny", lambda: load_tiny(img_size=256))
-    recipe = Recipe([Step(CastDtype()), Step(TritonLayerNorm(1024), required=False), Step(Compile(), required=False)])
-    monkeypatch.setattr(Compile, "requires", refuse)
-    stood = samopt.bench.verified(recipe, CPU)
-    assert stood.steps == recipe.steps[:2], "the pass as it was, not as it was verified"
-    rows = list(bench.rows(plan([stood], [1], CPU)))
-    assert [row.note for row in rows] == [""] * len(rows)
-
-
-def refuse(self: Compile, model: Any) -> None:
-    raise Unsupported("there is no compiler")
-
-
 def test_a_pass_undone_as_not_faster_is_a_remark_of_a_row_decided_at_its_batch_size(
-    bench: EncoderBench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(samopt.speed, "median_seconds", counted_seconds)
     recipe = Recipe([Step(SDPAttention()), Step(MoreWork(), keep="if-faster")])
-    rows = list(bench.rows(plan([recipe], [1, 2], CPU)))[-2:]
+    rows = list(bench.rows(plan(recipe, [1, 2])))[-2:]
     for row, size in zip(rows, (1, 2), strict=True):
         assert row.note == ""
         assert row.milliseconds
@@ -239,32 +177,7 @@ def test_a_pass_undone_as_not_faster_is_a_remark_of_a_row_decided_at_its_batch_s
         assert row.remark.endswith(f"at batch {size}")
 
 
-def test_what_is_kept_only_if_faster_is_verified_whatever_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def time_nothing(*_: object) -> list[float]:
-        raise AssertionError("something was timed")
-
-    monkeypatch.setattr("samopt.tiny.load_tiny", lambda: load_tiny(img_size=256))
-    monkeypatch.setattr(samopt.speed, "median_seconds", time_nothing)
-    recipe = Recipe([Step(MoreWork(), keep="if-faster"), Step(Exact(1.5), on_fail="drop", keep="if-faster")])
-    assert samopt.bench.verified(recipe, CPU).steps == recipe.steps[:1], "to be judged on the model that is timed"
-
-
-def test_what_quantises_is_verified_each_alone_and_takes_the_others_place(
-    bench: EncoderBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("samopt.tiny.load_tiny", lambda: load_tiny(img_size=256))
-    steps = [
-        Step(pass_, required=False, on_fail="drop") for pass_ in (Float8Dynamic(("lin1",)), Int8Dynamic(("lin1",)))
-    ]
-    recipe = samopt.bench.verified(Recipe(steps, Budget(0, 0, 0, 1, 1.0)), CPU)
-    assert recipe.steps == tuple(steps)
-    *_, row = bench.rows(plan([recipe], [1], CPU))
-    assert (row.note, row.remark) == ("", "")
-    assert row.error is not None
-    assert row.error > 1e-3
-
-
-def test_each_row_starts_without_what_the_last_one_held(bench: EncoderBench) -> None:
+def test_each_row_starts_without_what_the_last_one_held(bench: Bench) -> None:
     alive: list[weakref.ref[Any]] = []
 
     @contextlib.contextmanager
@@ -287,12 +200,122 @@ def test_each_row_starts_without_what_the_last_one_held(bench: EncoderBench) -> 
 
 def test_compiled_rows_need_a_compiler_switched_on() -> None:
     with torch._dynamo.config.patch(disable=True), pytest.raises(InvalidInput, match="TORCH_COMPILE_DISABLE"):
-        EncoderBench("vit_b", CPU)
+        Bench(small_model(), CPU)
 
 
-def test_random_models_have_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(segment_anything.sam_model_registry, "small", lambda: random_sam(img_size=64))
-    sam: Sam = random_model("small", seed=0)
-    positions = [p for name, p in sam.image_encoder.named_parameters() if "rel_pos" in name or "pos_embed" in name]
-    assert positions
-    assert all(bool(position.abs().max() > 0) for position in positions)
+# Waterfalls: what a row adds, whole calls and masks
+
+
+def test_what_a_row_gains_over_the_one_before(bench: Bench) -> None:
+    @contextlib.contextmanager
+    def nothing(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        raise NothingAdded("not faster here")
+        yield
+
+    entries = [
+        Entry("base", 1, SAME),
+        Entry("+ a", 2, SAME, adds=("a",), cumulative=True),
+        Entry("+ b", 2, None, adds=("b",), cumulative=True, remark="b dropped: too much"),
+        Entry("+ c", 2, nothing, adds=("c",), cumulative=True, remark="d skipped"),
+        Entry("+ e", 2, DOUBLE, adds=("e",), cumulative=True, remark="f dropped"),
+        Entry("+ a", 1, SAME, adds=("a",), cumulative=True),
+        Entry("g alone", 1, SAME, adds=("g",)),
+    ]
+    rows: list[Any] = list(bench.rows(entries))
+    base, a, b, c, e, other, alone = rows
+    assert [row.status for row in rows] == ["timed", "timed", "left out", "left out", "timed", "timed", "timed"]
+    assert (b.milliseconds, b.note, b.remark) == (None, "", "b dropped: too much")
+    assert c.remark == "d skipped; not faster here"
+    assert (base.ratio_before, alone.ratio_before) == (None, None)
+    assert a.ratio_before == pytest.approx(base.milliseconds / a.milliseconds)
+    assert e.ratio_before == pytest.approx(a.milliseconds / e.milliseconds), "over the last that was timed"
+    assert other.ratio_before == pytest.approx(base.milliseconds / other.milliseconds), "of its own batch size"
+    assert (e.adds, e.remark) == (("e",), "f dropped")
+    assert [row.whole_milliseconds for row in rows] == [None] * 7
+    assert [row.mask_iou for row in rows] == [None] * 7
+
+
+def test_nothing_added_is_told_by_the_builder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samopt.speed, "median_seconds", counted_seconds)
+    recipe = Recipe([Step(SDPAttention()), Step(MoreWork(), keep="if-faster")])
+    with (
+        pytest.raises(NothingAdded, match=r"without MoreWork.*not faster"),
+        optimised(recipe, 1, adds=[MoreWork])(random_sam(), CPU),
+    ):
+        pass
+    with optimised(recipe, 1, adds=[MoreWork, SDPAttention])(random_sam(), CPU) as candidate:
+        assert isinstance(candidate, Candidate)
+        assert candidate.passes == (repr(SDPAttention()),)
+        assert candidate.remark.startswith("without MoreWork")
+
+
+def test_whole_calls_of_random_weights_are_timed_and_masks_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samopt.bench, "PHOTO", (40, 60))
+    bench = small_bench(monkeypatch, whole=True)
+    rows = list(bench.rows([Entry("base", 1, unmodified), Entry("two", 2, unmodified), Entry("peer", 1, SAME)]))
+    assert [bool(row.whole_milliseconds) for row in rows] == [True, True, False], "a peer is an encoder only"
+    assert [row.mask_iou for row in rows] == [None] * 3
+    assert bench.setting.masks.startswith("not measured, random weights")
+    assert "60 x 40 pixels" in bench.setting.pictures
+
+
+def test_whole_calls_are_per_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samopt.bench, "PHOTO", (40, 60))
+    seen: list[int] = []
+
+    def half_a_second(call: Any, device: torch.device) -> tuple[float, float]:
+        seen.append(len(call()))
+        return 0.5, 0.0
+
+    monkeypatch.setattr(samopt.bench, "repeated", half_a_second)
+    _, row = small_bench(monkeypatch, whole=True).rows([Entry("base", 1, unmodified), Entry("row", 4, unmodified)])
+    assert seen == [1, 4]
+    assert row.whole_milliseconds == 125
+
+
+def test_a_whole_call_answers_as_sam_predictor_does(sam: Sam, pictures: list[Sample]) -> None:
+    found = whole_call(sam, [picture.image for picture in pictures])()
+    predictor = SamPredictor(sam)
+    for picture, masks in zip(pictures, found, strict=True):
+        height, width = picture.image.shape[:2]
+        predictor.set_image(picture.image)
+        expected, _, _ = predictor.predict(np.array([[width / 2, height / 2]]), np.array([1]))
+        assert np.array_equal(masks[0].numpy(), expected)
+
+
+def test_masks_are_compared_once_for_the_same_passes(tiny256: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[Any] = []
+
+    def spy(*of: Any) -> Any:
+        measured.append(of)
+        return samopt.verify(*of)
+
+    monkeypatch.setattr(samopt.bench, "verify", spy)
+    scenes = scene_samples(1, 256)
+    bench = small_bench(monkeypatch, BenchModel(tiny256, "sam_tiny", "sam_tiny"), samples=scenes, whole=True)
+    kept, lossy = (Recipe([Step(pass_)], Budget(embedding_error=1.0)) for pass_ in (Exact(1.0), Lossy(-1.0)))
+    entries = [Entry("base", 1, unmodified), *(Entry("kept", size, optimised(kept, size)) for size in (1, 2))]
+    rows: list[Any] = list(bench.rows([*entries, Entry("lossy", 1, optimised(lossy, 1))]))
+    base, one, two, bad = rows
+    assert len(measured) == 2
+    assert (base.mask_iou, base.min_iou, one.mask_iou, two.mask_iou) == (1, 1, 1, 1)
+    assert base.miou == one.miou == two.miou > 0.5 > bad.miou
+    assert bad.min_iou <= bad.mask_iou < 0.9
+    objects = sum(int(scene.masks.any((1, 2)).sum()) for scene in scenes if scene.masks is not None)
+    assert bench.setting.masks.startswith(f"{objects} on 1 pictures")
+
+
+def test_pictures_are_what_is_encoded(sam: Sam, pictures: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def look(encoder: Any, pixels: Tensor) -> Any:
+        seen.append(pixels)
+        return encoder(pixels)
+
+    bench = small_bench(monkeypatch, BenchModel(sam, "small", "random"), samples=pictures)
+    list(bench.rows([Entry("base", 3, built(look))]))
+    predictor = SamPredictor(sam)
+    for pixels, picture in zip(seen[0], [*pictures, pictures[0]], strict=True):
+        resized = torch.as_tensor(predictor.transform.apply_image(picture.image)).permute(2, 0, 1)
+        assert torch.equal(pixels, sam.preprocess(resized)), "again from the first where there are too few"
+    assert bench.setting.pictures == "2: picture 0, picture 1"

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +18,12 @@ from segment_anything.modeling import Sam
 from typer.testing import CliRunner, Result
 
 import samopt.bench
+import samopt.cli
 import samopt.peers
 import samopt.speed
 import samopt.timing
 import samopt.tiny
+from samopt import bench_model, bench_plan
 from samopt.cli import app
 from samopt.passes import PASSES
 from samopt.recipe import Recipe, built_in
@@ -194,10 +197,12 @@ def test_cuda_without_a_gpu(run: Callable[..., Result], tmp_path: Path) -> None:
 
 
 def bench_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench encoder` times a small model and takes any recipe for verified."""
-    monkeypatch.setattr(samopt.bench, "random_model", lambda model_type, seed: random_sam(img_size=64, seed=seed))
-    monkeypatch.setattr(samopt.bench, "verified", lambda recipe, device: recipe)
+    """`bench` times a small model and takes any recipe for verified."""
+    monkeypatch.setattr(bench_model, "random_model", lambda model_type, seed: random_sam(img_size=64, seed=seed))
+    monkeypatch.setattr(bench_plan, "verified", lambda recipe, *_: bench_plan.Verified(recipe, {}))
+    monkeypatch.setattr(samopt.bench, "PHOTO", (40, 60))
     monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
+    monkeypatch.setattr(samopt.timing, "REPEATS", 3)
 
 
 BENCH = ("bench", "encoder", "--model-type", "vit_b", "--device", "cpu", "--recipe", "eager.toml")
@@ -256,13 +261,142 @@ def test_bench_misses_a_peer_before_anything_is_timed(
     def refuse(*_: object) -> None:
         raise AssertionError("something was timed")
 
-    for name in ("timed", "matmul_tflops", "verified"):
-        monkeypatch.setattr(samopt.bench, name, refuse)
+    for module, name in ((samopt.bench, "timed"), (samopt.bench, "matmul_tflops"), (bench_plan, "verified")):
+        monkeypatch.setattr(module, name, refuse)
     peer = samopt.peers.Peer("absent", "a_package_that_is_absent", samopt.peers.PEERS["transformers"].build)
     monkeypatch.setitem(samopt.peers.PEERS, "absent", peer)
     line = refused(run(*BENCH, "--peer", "absent", "--json", "rows.json"))
     assert "peer absent cannot be imported (ModuleNotFoundError: No module named 'a_package_that_is_absent')" in line
     assert not (tmp_path / "rows.json").exists()
+
+
+WATERFALL = ("bench", "waterfall", "--device", "cpu", "--recipe", "steps.toml", "--json", "rows.json")
+STEPS = """
+[accuracy]
+embedding_error = 0.5
+
+[[pass]]
+name = "rel_pos"
+
+[[pass]]
+name = "sdpa"
+
+[bench]
+rows = [["sdpa"], ["rel_pos"]]
+"""
+
+
+def test_a_waterfall_of_the_embedded_model_has_speed_and_accuracy(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
+    monkeypatch.setattr(samopt.timing, "REPEATS", 3)
+    monkeypatch.setattr(sys, "argv", ["samopt", *WATERFALL])
+    (tmp_path / "steps.toml").write_text('[[pass]]\nname = "sdpa"\n[[pass]]\nname = "triton_attention"\n')
+    result = run(*WATERFALL, "--batch-size", 1, "--csv", "rows.csv")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert (written["bench"], written["model"], written["recipes"]) == ("waterfall", "sam_tiny", ["steps"])
+    assert written["command"] == " ".join(("samopt", *WATERFALL))
+    assert [row["what"] for row in written["rows"]] == ["unmodified", "+ sdpa", "+ triton_attention"]
+    *timed, left_out = written["rows"]
+    assert left_out["status"] == "left out"
+    assert left_out["remark"].startswith("triton_attention skipped: Triton kernels need a GPU")
+    for row in timed:
+        assert row["status"] == "timed"
+        assert row["whole_milliseconds"] > row["milliseconds"] / 2
+        assert 0.9 < row["mask_iou"] <= 1
+        assert row["miou"] > 0.5
+    assert "true mIoU" in result.output
+    assert "about" in result.output
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 4
+
+
+def test_a_waterfall_of_random_weights_says_why_accuracy_is_missing(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench_small(monkeypatch)
+    (tmp_path / "steps.toml").write_text(STEPS)
+    result = run(*WATERFALL, "--model-type", "vit_b", "--batch-size", 1, "--batch-size", 2, "--each")
+    assert result.exit_code == 0, result.output
+    assert "masks: not measured, random weights" in result.output
+    assert "true mIoU" not in result.output
+    rows = [(row["what"], row["batch_size"]) for row in json.loads((tmp_path / "rows.json").read_text())["rows"]]
+    steps = [(what, size) for size in (1, 2) for what in ("+ sdpa", "+ rel_pos")]
+    assert rows == [("unmodified", 1), *steps, ("rel_pos alone", 1), ("sdpa alone", 1)]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools' decode
+def test_a_waterfall_on_coco_instances(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
+    monkeypatch.setattr(samopt.timing, "REPEATS", 3)
+    (scene,) = samopt.samples.scene_samples()
+    assert scene.masks is not None
+    write_instances(tmp_path, [scene.image], [[*scene.masks]])
+    (tmp_path / "steps.toml").write_text('[[pass]]\nname = "sdpa"\n')
+    result = run(*WATERFALL, "--batch-size", 1, "--coco", "instances.json", "--images", ".")
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "rows.json").read_text())
+    assert written["masks"].startswith(f"{len(scene.masks)} on 1 pictures")
+    assert written["pictures"] == "1: 0.png"
+
+
+def test_ctrl_c_leaves_the_rows_that_are_done(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench_small(monkeypatch)
+    (tmp_path / "steps.toml").write_text(STEPS)
+    timed, calls = samopt.timing.timed, []
+
+    def interrupted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return timed(*arguments)
+
+    monkeypatch.setattr(samopt.bench, "timed", interrupted)
+    result = run(*WATERFALL, "--model-type", "vit_b", "--batch-size", 1)
+    assert result.exit_code == 130
+    assert "stopped: 2 of 3 rows are done, and in rows.json" in result.output
+    assert [row["what"] for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == ["unmodified", "+ sdpa"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["eager.toml", "rows.json", "steps.toml"]
+    calls[:] = [(), ()]
+    result = run(*WATERFALL, "--model-type", "vit_b", "--batch-size", 1)
+    assert result.exit_code == 130
+    assert "stopped: 0 of 3 rows are done\n" in result.output
+
+
+def test_compare_runs(run: Callable[..., Result], tmp_path: Path) -> None:
+    def write(name: str, milliseconds: float, seed: int = 0) -> None:
+        rows = [{"what": "fast", "batch_size": 8, "milliseconds": milliseconds}]
+        (tmp_path / name).write_text(json.dumps({"model": "vit_b", "seed": seed, "rows": rows}))
+
+    write("a.json", 10.0)
+    write("b.json", 10.2, seed=1)
+    write("c.json", 11.0)
+    result = run("bench", "compare", "a.json", "b.json")
+    assert result.exit_code == 0, result.output
+    assert "warning: seed differs: 0 and 1" in result.output
+    assert "0 of 1 rows differ by more than 3 %" in result.output
+    result = run("bench", "compare", "a.json", "c.json")
+    assert result.exit_code == 1
+    assert "1 of 1 rows differ by more than 3 %" in result.output
+    assert run("bench", "compare", "a.json", "c.json", "--threshold", "12").exit_code == 0
+
+
+def test_what_is_written_replaces_a_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    samopt.cli._write_json(path, {"rows": 1})
+
+    def full(self: Path, *_: object, **__: object) -> int:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        samopt.cli._write_json(path, {"rows": 2})
+    assert json.loads(path.read_text()) == {"rows": 1}
 
 
 @pytest.mark.parametrize(
@@ -295,6 +429,11 @@ def test_bench_misses_a_peer_before_anything_is_timed(
         (("bench", "encoder", "--model-type", "vit_b", "--peer", "rival"), "unknown peer 'rival'; known: segment_any"),
         (("bench", "encoder", "--model-type", "vit_b", "--peer-batch-size", "2"), "--peer-batch-size needs --peer"),
         (("bench", "encoder", "--model-type", "vit_b", "--csv", "no/rows.csv"), "there is no folder no"),
+        (("bench", "waterfall", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
+        (("bench", "waterfall", "--json", "no/rows.json"), "there is no folder no"),
+        (("bench", "waterfall", "--coco", "eager.toml"), "--coco needs --images"),
+        (("bench", "waterfall", "--checkpoint", "none.pth"), "none.pth: there is no such checkpoint"),
+        (("bench", "compare", "eager.toml", "eager.toml"), "eager.toml: not JSON"),
     ],
 )
 def test_mistakes(run: Callable[..., Result], tmp_path: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -55,3 +55,45 @@ def test_nothing_is_written_where_there_is_no_terminal(
     with Progress(1) as progress:
         progress.step("Toy()")
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_inside_another_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = as_terminal(monkeypatch)
+    with Progress(1) as outer:
+        outer.step("Outer()")
+        with Progress(1) as inner:
+            inner.step("Inner()")
+        outer.step("Again()")
+    assert "Again()" in terminal.getvalue()
+    assert "Inner()" not in terminal.getvalue()
+    with Progress(1) as progress:
+        progress.step("Inner()")
+    assert "Inner()" in terminal.getvalue(), "and the next one is"
+
+
+def test_standard_output_that_is_no_terminal_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, piped = as_terminal(monkeypatch), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", piped)
+    with Progress(1) as progress:
+        progress.step("Toy()")
+        print("a row")
+    assert piped.getvalue() == "a row\n"
+    assert "a row" not in terminal.getvalue()
+
+
+def test_the_time_left_is_estimated_from_the_steps_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr("samopt.progress.time.perf_counter", lambda: now)
+    with Progress(4) as progress:
+        assert progress.left == ""
+        progress.step("one")
+        assert progress.left == "", "nothing is done yet"
+        now += 20
+        progress.step("two")
+        assert progress.left == "about 60 s left"
+        now += 120
+        progress.step("three")
+        assert progress.left == "about 2 min left"
+        progress.step("four")
+        progress.step()
+        assert progress.left == ""

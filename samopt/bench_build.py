@@ -1,0 +1,118 @@
+"""Makes what a benchmark's row times: the unmodified model, in half precision, or under a recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from samopt.base import Pass, Phase
+from samopt.errors import SamoptError
+from samopt.optimize import optimize
+from samopt.passes import PASSES, CastDtype, TritonLayerNorm
+from samopt.peers import Build
+from samopt.recipe import Recipe
+from samopt.report import report
+from samopt.timing import Encoder
+
+if TYPE_CHECKING:
+    from segment_anything.modeling import Sam
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A whole model to time, called as its encoder.
+
+    Attributes:
+        sam: the model.
+        passes: what was applied to it: masks of the same passes are the same, whatever the batch size.
+        remark: what its row has to say of it.
+    """
+
+    sam: Any
+    passes: tuple[str, ...] = ()
+    remark: str = ""
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        embedding: Tensor = self.sam.image_encoder(pixels)
+        return embedding
+
+
+class NothingAdded(SamoptError):
+    """Nothing of what a row adds applies to this model or is faster here, so that it would time the row before."""
+
+
+@contextlib.contextmanager
+def unmodified(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+    """The model as it is."""
+    yield Candidate(copy.deepcopy(sam).to(device))
+
+
+def eager(half: CastDtype) -> Build:
+    """The model in half precision, otherwise as it is."""
+
+    @contextlib.contextmanager
+    def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        model = copy.deepcopy(sam).to(device)
+        half(model)
+        yield Candidate(model, (repr(half),))
+
+    return build
+
+
+def optimised(recipe: Recipe, batch_size: int, samples: Any = None, adds: Sequence[type[Pass]] = ()) -> Build:
+    """The model under a recipe whose passes stood verification, so that nothing is measured here.
+
+    Args:
+        recipe: the passes.
+        batch_size: for which `keep = "if-faster"` is decided.
+        samples: for passes that calibrate; None draws scenes.
+        adds: the passes that the row is about; where none of them is applied, `NothingAdded` is raised.
+    """
+
+    @contextlib.contextmanager
+    def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
+        model = copy.deepcopy(sam).to(device)
+        model = optimize(model, recipe, samples=samples, inplace=True, verify="off", batch_size=batch_size)
+        without, applied, quantized, added = [], [], False, not adds
+        for step, given in zip(report(model).steps, recipe.steps, strict=True):
+            if step.status == "applied":
+                if step.skipped:  # it stood verification: without a part of it the row is not what it says
+                    raise SamoptError(f"{step.name} left out {step.skipped[0]}")
+                applied.append(step.name)
+                added |= type(given.pass_) in adds
+                quantized |= step.phase is Phase.QUANTIZE
+            elif step.status == "undone" or _may_find_nothing(given.pass_, quantized):
+                without.append(f"without {step.name}, {step.reason}")
+            else:
+                raise SamoptError(f"{step.name} {step.status}: {step.reason}")
+        if not added:
+            raise NothingAdded("; ".join(without))
+        free()  # what was compiled to judge passes is no saving of the row's first call
+        yield Candidate(model, tuple(applied), "; ".join(without))
+
+    return build
+
+
+def _may_find_nothing(pass_: Pass, quantized: bool) -> bool:
+    """Whether a pass may find nothing to do: norms may be narrow, and then are fast; layers are quantised once."""
+    return isinstance(pass_, TritonLayerNorm) or (quantized and pass_.phase is Phase.QUANTIZE)
+
+
+def pass_name(pass_: Pass) -> str:
+    """What recipes call a pass; one that is not built in goes by its class."""
+    return next((name for name, kind in PASSES.items() if kind is type(pass_)), type(pass_).__name__)
+
+
+def free() -> None:
+    """Gives back what the row before held, compilations included: peak memory and first call are a row's own."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
