@@ -15,7 +15,7 @@ from torch import Tensor
 from samopt.base import Pass, Phase
 from samopt.errors import SamoptError
 from samopt.optimize import optimize
-from samopt.passes import PASSES, CastDtype, TritonLayerNorm
+from samopt.passes import CastDtype, TritonLayerNorm
 from samopt.peers import Build
 from samopt.recipe import Recipe
 from samopt.report import report
@@ -103,11 +103,6 @@ def optimised(recipe: Recipe, batch_size: int, samples: Any = None, adds: Sequen
 def _may_find_nothing(pass_: Pass, quantized: bool) -> bool:
     """Whether a pass may find nothing to do: norms may be narrow, and then are fast; layers are quantised once."""
     return isinstance(pass_, TritonLayerNorm) or (quantized and pass_.phase is Phase.QUANTIZE)
-
-
-def pass_name(pass_: Pass) -> str:
-    """What recipes call a pass; one that is not built in goes by its class."""
-    return next((name for name, kind in PASSES.items() if kind is type(pass_)), type(pass_).__name__)
 
 
 def free() -> None:

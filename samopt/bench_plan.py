@@ -16,13 +16,13 @@ from torch import nn
 
 from samopt.base import Pass, Phase
 from samopt.bench import Entry
-from samopt.bench_build import eager, optimised, pass_name, unmodified
+from samopt.bench_build import eager, optimised, unmodified
 from samopt.bench_model import BenchModel
 from samopt.errors import Unsupported
 from samopt.optimize import optimize
 from samopt.passes import CastDtype, TritonLayerNorm
 from samopt.peers import Peer
-from samopt.recipe import Recipe, Step
+from samopt.recipe import Recipe, Step, pass_name
 from samopt.report import report
 from samopt.result import Site
 
@@ -82,7 +82,7 @@ def verified(recipe: Recipe, device: torch.device, model: BenchModel | None = No
     for one in alternatives:
         steps = [step for step in recipe.steps if step not in quantizing or step is one]
         everywhere = [replace(step, pass_=_anywhere(step.pass_), keep="always") for step in steps]
-        tried = replace(recipe, steps=tuple(everywhere))
+        tried = replace(recipe, steps=tuple(everywhere), bench_rows=())
         rows = report(optimize(copy.deepcopy(subject).to(device), tried, samples=samples, inplace=True)).steps
         for step, row in zip(steps, rows, strict=True):
             if row.status == "applied":

@@ -65,7 +65,8 @@ class Recipe:
         bench_rows: the order in which a benchmark's waterfall introduces the entries, as names of passes.
 
     Raises:
-        RecipeError: no entry, one pass twice, or an entry of an earlier phase after one of a later phase.
+        RecipeError: no entry, one pass twice, or an entry of an earlier phase after one of a later phase; a row of the
+            waterfall that introduces nothing, what is no entry, or what was introduced before.
     """
 
     steps: Sequence[Step]
@@ -95,6 +96,20 @@ class Recipe:
         for index, step in enumerate(steps, start=1):
             if (first := seen.setdefault(type(step.pass_), index)) != index:
                 raise RecipeError(f"{self.name}: entries {first} and {index} are both {type(step.pass_).__name__}")
+        if self.bench_rows:
+            self._check_rows([pass_name(step.pass_) for step in steps])
+
+    def _check_rows(self, known: Sequence[str]) -> None:
+        introduced: set[str] = set()
+        for row in self.bench_rows:
+            if not row:
+                raise RecipeError(f"{self.name}: [bench] rows: a row introduces nothing; leave it out")
+            for name in row:
+                if name not in known:
+                    raise RecipeError(f"{self.name}: [bench] rows: {name!r} is no entry of this recipe")
+                if name in introduced:
+                    raise RecipeError(f"{self.name}: [bench] rows: {name!r} is introduced twice")
+                introduced.add(name)
 
     def find(self, kind: type[P]) -> P | None:
         """The pass of a kind among the entries, or None."""
@@ -131,6 +146,13 @@ class Recipe:
         return _parse(text, str(path), path.stem)
 
 
+def pass_name(pass_: Pass) -> str:
+    """What recipes call a pass; one that is not built in goes by its class."""
+    from samopt.passes import PASSES
+
+    return next((name for name, kind in PASSES.items() if kind is type(pass_)), type(pass_).__name__)
+
+
 def built_in() -> list[str]:
     """The names of the recipes that come with samopt."""
     files = resources.files("samopt.recipes").iterdir()
@@ -152,9 +174,6 @@ def _parse(text: str, where: str, name: str) -> Recipe:
     rows = bench.get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise RecipeError(f"{where}, [bench] rows: write a list of lists of names")
-    known = [entry.get("name") for entry in entries]
-    for unknown in (entry for row in rows for entry in row if entry not in known):
-        raise RecipeError(f"{where}, [bench] rows: {unknown!r} is no entry of this recipe")
     budget = table.get("accuracy", {})
     _no_unknown_keys(budget, {field.name for field in dataclasses.fields(Budget)}, f"{where}, [accuracy]")
     try:

@@ -110,7 +110,7 @@ def test_what_quantises_is_verified_each_alone_and_takes_the_others_place(
     steps = [
         Step(pass_, required=False, on_fail="drop") for pass_ in (Float8Dynamic(("lin1",)), Int8Dynamic(("lin1",)))
     ]
-    found = verified(Recipe(steps, Budget(0, 0, 0, 1, 1.0)), CPU)
+    found = verified(Recipe(steps, Budget(0, 0, 0, 1, 1.0), bench_rows=(("float8",), ("int8",))), CPU)
     assert found.steps == tuple(steps)
     *_, row = bench.rows(side_by_side([found], [1], CPU))
     assert row.note == ""

@@ -175,7 +175,9 @@ FIRST = '[[pass]]\nname = "sdpa"\n'
         (FIRST + "[bench]\nbars = []", r", \[bench\]: unknown key 'bars'; known: rows"),
         (FIRST + "[bench]\nrows = 3", r", \[bench\] rows: write a list of lists of names"),
         (FIRST + '[bench]\nrows = ["sdpa"]', r", \[bench\] rows: write a list of lists of names"),
-        (FIRST + '[bench]\nrows = [["sdpa"], ["dtype"]]', r", \[bench\] rows: 'dtype' is no entry of this recipe"),
+        (FIRST + '[bench]\nrows = [["sdpa"], ["dtype"]]', r": \[bench\] rows: 'dtype' is no entry of this recipe"),
+        (FIRST + '[bench]\nrows = [["sdpa"], []]', r": \[bench\] rows: a row introduces nothing"),
+        (FIRST + '[bench]\nrows = [["sdpa"], ["sdpa"]]', r": \[bench\] rows: 'sdpa' is introduced twice"),
     ],
 )
 def test_a_mistake_names_file_entry_and_what_is_wrong(write: Write, text: str, message: str) -> None:
