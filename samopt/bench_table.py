@@ -109,14 +109,14 @@ COLUMNS = {  # of the table: title, and how the figure is written
     "spread": ("spread", "{:.1%}"),
     "images_per_second": ("img/s", "{:.1f}"),
     "ratio": ("ratio", "{:.2f}x"),
-    "ratio_before": ("to row before", "{:.2f}x"),
+    "ratio_before": ("gain", "{:.2f}x"),
     "share": ("of matmul rate", "{:.1%}"),
     "peak_gib": ("peak GiB", "{:.2f}"),
-    "whole_milliseconds": ("whole call ms/img", "{:.2f}"),
-    "error": ("embedding error", "{:.2e}"),
+    "whole_milliseconds": ("whole ms", "{:.2f}"),
+    "error": ("emb. error", "{:.2e}"),
     "mask_iou": ("mask IoU", "{:.4f}"),
     "miou": ("true mIoU", "{:.4f}"),
-    "first_seconds": ("first call s", "{:.1f}"),
+    "first_seconds": ("first s", "{:.1f}"),
 }
 
 

@@ -79,7 +79,7 @@ def test_a_waterfall_shows_what_was_measured_and_what_was_left_out_once() -> Non
     again = dataclasses.replace(LEFT_OUT, batch_size=2)
     text = shown(setting, [STEP, MEASURED, LEFT_OUT, again])
     assert "vit_q, waterfall of quick, seed 3, on cuda" in text
-    for title in ("to row before", "whole call ms/img", "mask IoU", "true mIoU"):
+    for title in ("gain", "whole ms", "mask IoU", "true mIoU"):
         assert title in text
     (measured,) = (line for line in text.splitlines() if "0.9877" in line)
     for figure in ("1.50x", "20.25", "0.5432"):
@@ -94,5 +94,5 @@ def test_a_waterfall_shows_what_was_measured_and_what_was_left_out_once() -> Non
 def test_columns_that_say_nothing_are_not_shown() -> None:
     text = shown(SETTING, [dataclasses.replace(FAST, peak_gib=0.0), FAILED])
     assert "of matmul rate" in text
-    for title in ("peak GiB", "to row before", "whole call", "mask IoU", "true mIoU"):
+    for title in ("peak GiB", "gain", "whole ms", "mask IoU", "true mIoU"):
         assert title not in text
