@@ -196,7 +196,8 @@ def profile(
     model_type: ModelType = None,
     recipe: RecipeName = "fast",
     images: Images = None,
-    limit: ImageLimit = 4,
+    coco: Coco = None,
+    limit: ImageLimit = None,
     logs: Annotated[bool, typer.Option("--logs", help="Tell of graph breaks and recompilations, too.")] = False,
     device: Device = "auto",
 ) -> None:
@@ -209,7 +210,7 @@ def profile(
     from samopt.profiling.profiler import make_folder
     from samopt.recipe import Recipe
 
-    chosen, samples = Recipe.of(recipe), _samples(images, limit)
+    chosen, samples = Recipe.of(recipe), _samples(images, coco, limit)
     sam = _load(checkpoint, model_type, device)
     figures = make_folder(out) / "profile.json"
     _writable(figures)
