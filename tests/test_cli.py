@@ -18,13 +18,13 @@ from segment_anything.modeling import Sam
 from typer.testing import CliRunner, Result
 
 import samopt.bench
-import samopt.cli
 import samopt.peers
 import samopt.speed
 import samopt.timing
 import samopt.tiny
 from samopt import bench_model, bench_plan
 from samopt.cli import app
+from samopt.cli_common import write_json
 from samopt.passes import PASSES
 from samopt.recipe import Recipe, built_in
 from samopt.timing import Encoder
@@ -388,14 +388,14 @@ def test_compare_runs(run: Callable[..., Result], tmp_path: Path) -> None:
 
 def test_what_is_written_replaces_a_file_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.json"
-    samopt.cli._write_json(path, {"rows": 1})
+    write_json(path, {"rows": 1})
 
     def full(self: Path, *_: object, **__: object) -> int:
         raise OSError("no space left")
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="no space"):
-        samopt.cli._write_json(path, {"rows": 2})
+        write_json(path, {"rows": 2})
     assert json.loads(path.read_text()) == {"rows": 1}
 
 
