@@ -110,8 +110,8 @@ def waterfall(
 ) -> None:
     """Introduces a recipe step by step: what each step gains in speed and memory, and costs in accuracy.
 
-    The steps are the recipe's [bench] rows, or its entries one by one, compiled. A step that does not stand
-    verification is a row that says so. Exit code 1: a row failed; the others are there.
+    The steps are the rows that the recipe names for its bench, or its entries one by one, compiled. One that does not
+    stand verification is a row that says so. Exit code 1: a row failed; the others are there.
     """
     from samopt.bench import Bench
     from samopt.bench_model import bench_model

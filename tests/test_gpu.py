@@ -18,6 +18,9 @@ from segment_anything.utils.transforms import ResizeLongestSide
 from torch import Tensor
 
 import samopt
+from samopt.bench import Bench
+from samopt.bench_model import bench_model
+from samopt.bench_plan import forgiving, verified, waterfall
 from samopt.passes import (
     CastDtype,
     Compile,
@@ -346,6 +349,30 @@ def test_autocast_is_not_captured() -> None:
     assert Cuda().takes(pixels)
     with torch.autocast("cuda", torch.bfloat16):
         assert not Cuda().takes(pixels)
+
+
+def test_a_waterfall_has_speed_memory_and_accuracy() -> None:
+    device, scenes = torch.device("cuda"), scene_samples(1)
+    model = bench_model("sam_tiny")
+    recipe = samopt.Recipe.of([CastDtype(), TritonAttention(), Compile(batch_sizes=(1, 2))])
+    found = verified(forgiving(recipe), device, model, scenes)
+    entries = waterfall(found, model, [1, 2], device, each=True)
+    rows: list[Any] = list(Bench(model, device, samples=scenes, whole=True).rows(entries))
+    assert [row.what for row in rows if row.batch_size == 1] == [
+        "unmodified",
+        "+ compile",
+        "+ dtype",
+        "+ triton_attention",
+        "dtype alone",
+        "triton_attention alone, with dtype",
+        "compile alone",
+    ]
+    for row in rows:
+        assert row.status == "timed", row
+        assert row.peak_gib > 0
+        assert row.whole_milliseconds > row.milliseconds
+        assert row.mask_iou > 0.98
+        assert abs(row.miou - rows[0].miou) < 0.02
 
 
 def test_moves_between_devices(sam: Sam) -> None:
