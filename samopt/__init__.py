@@ -16,16 +16,19 @@ from samopt.errors import (
     NoSites,
     RecipeError,
     SamoptError,
+    SavedModelError,
     Unsupported,
 )
 from samopt.gate import Budget
 from samopt.graphs import Declined, GraphPass
+from samopt.load import load
 from samopt.optimize import optimize
 from samopt.rebind import clone, rebind
 from samopt.recipe import Recipe, Step
 from samopt.report import Report, report
 from samopt.result import PassResult, Site, Skip
 from samopt.samples import Sample
+from samopt.save import save
 from samopt.verify import Agreement, Reference, verify
 
 __all__ = [
@@ -52,14 +55,17 @@ __all__ = [
     "Reference",
     "Report",
     "SamoptError",
+    "SavedModelError",
     "Sample",
     "Site",
     "Skip",
     "Step",
     "Unsupported",
     "clone",
+    "load",
     "optimize",
     "rebind",
     "report",
+    "save",
     "verify",
 ]

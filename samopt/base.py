@@ -115,6 +115,25 @@ class Pass(abc.ABC):
         sites, skipped = self._match_unmarked(model)
         if not sites:
             raise self._nothing_to_do(model, skipped)
+        undo = self._rewrite(model, sites, samples)
+        return PassResult(repr(self), tuple(sites), tuple(skipped), time.perf_counter() - start, undo)
+
+    @final
+    def reapply(self, model: nn.Module, sites: Sequence[Site]) -> None:
+        """Rewrites the sites that this pass was applied to before in a model of the same form, without weights.
+
+        Nothing is matched, measured or calibrated again: what the device or the samples decided is in the sites, and
+        in the weights that are loaded afterwards.
+
+        Args:
+            model: a Sam on the meta device, to which the passes before this one were reapplied.
+            sites: of a `PassResult` or a report.
+        """
+        self._rewrite(model, list(sites), None)
+
+    def _rewrite(
+        self, model: nn.Module, sites: list[Site], samples: Sequence[Sample] | None
+    ) -> Callable[[], None]:
         stats = self.calibrate(model, sites, samples)
         # Outermost first, so that a site inside another lands in its parent's replacement.
         sites.sort(key=lambda site: site.fqn.count(".") + bool(site.fqn))
@@ -127,8 +146,7 @@ class Pass(abc.ABC):
             marks = [mark for mark in vars(new).get(APPLIED, ()) if mark != _title(self)]
             vars(new)[APPLIED] = (*marks, _title(self))
             replacements.append((site, new))
-        undo = _install(model, replacements, repr(self))
-        return PassResult(repr(self), tuple(sites), tuple(skipped), time.perf_counter() - start, undo)
+        return _install(model, replacements, repr(self))
 
     def _match_unmarked(self, model: nn.Module) -> tuple[list[Site], list[Skip]]:
         sites: list[Site] = []

@@ -24,6 +24,10 @@ class CheckpointError(SamoptError):
     """A checkpoint that is missing, unreadable, or not the model it is said to be."""
 
 
+class SavedModelError(SamoptError):
+    """A model that cannot be saved, or a saved one that is missing, damaged, or not for this machine."""
+
+
 class Unsupported(SamoptError):
     """A pass that cannot run on this model or this machine.
 

@@ -19,6 +19,7 @@ from samopt.gate import failure
 from samopt.observe import Outputs, observe
 from samopt.progress import Progress
 from samopt.rebind import clone, rebind
+from samopt.recipe import ATTRIBUTE as RECIPE
 from samopt.recipe import Recipe, Step
 from samopt.report import ATTRIBUTE, Report, StepReport, versions
 from samopt.result import PassResult, Site
@@ -82,11 +83,16 @@ def optimize(
         for step in recipe.steps:
             progress.step(repr(step.pass_))
             run.take(step)
-        vars(model)[ATTRIBUTE] = run.finish()
-        rebind(model, "_apply", apply_but_keep_dtype)
+        as_optimised(model, recipe, run.finish())
     del run, applied
     gc.collect()  # replaced modules hang in reference cycles: their memory is wanted now, not some time
     return model
+
+
+def as_optimised(model: nn.Module, recipe: Recipe, report: Report) -> None:
+    """Makes a rewritten model one that came out of `optimize`: with its recipe and report, and dtypes that it keeps."""
+    vars(model)[RECIPE], vars(model)[ATTRIBUTE] = recipe, report
+    rebind(model, "_apply", apply_but_keep_dtype)
 
 
 class _Run:

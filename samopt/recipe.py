@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -20,6 +20,8 @@ from samopt.errors import InvalidInput, RecipeError
 from samopt.gate import Budget
 
 P = TypeVar("P", bound=Pass)
+
+ATTRIBUTE = "_samopt_recipe"  # on an optimised model
 
 TABLES = {"description", "accuracy", "pass", "bench"}
 SETTINGS = ("required", "on_fail", "keep")  # of an entry; its other keys are the pass's options
@@ -117,10 +119,12 @@ class Recipe:
 
     @staticmethod
     def of(recipe: str | Path | Recipe | Sequence[Pass | Step]) -> Recipe:
-        """What users pass as a recipe: a built-in name, a TOML file, a `Recipe`, or a list of passes.
+        """What users pass as a recipe: a built-in name, a TOML file, a folder that `save` made, a `Recipe`, or a list of
+        passes.
 
         Raises:
             RecipeError: an unknown name, a missing or unreadable file, or a mistake in it: file and entry are named.
+            SavedModelError: a folder that `save` did not make, or that was changed since.
         """
         if isinstance(recipe, Recipe):
             return recipe
@@ -135,6 +139,10 @@ class Recipe:
             text = (resources.files("samopt.recipes") / f"{recipe}.toml").read_text(encoding="utf-8")
             return _parse(text, f"recipe {recipe}", str(recipe))
         path = Path(recipe)
+        if path.is_dir():
+            from samopt.saved_folder import read_manifest
+
+            return Recipe.from_table(read_manifest(path)["recipe"], str(path), path.name)
         if path.suffix != ".toml":
             raise RecipeError(
                 f"unknown recipe {str(recipe)!r}; built in: {', '.join(built_in())}, or give a .toml file"
@@ -144,6 +152,73 @@ class Recipe:
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{path}: cannot read this recipe file ({error})") from error
         return _parse(text, str(path), path.stem)
+
+    @staticmethod
+    def from_table(
+        table: dict[str, Any], where: str, name: str, passes: Mapping[str, type[Pass]] | None = None
+    ) -> Recipe:
+        """The recipe that a TOML file describes, from what the file holds.
+
+        Args:
+            table: its keys and tables.
+            where: what errors call it.
+            name: what reports call it.
+            passes: by the names that entries use; None knows samopt's own.
+
+        Raises:
+            RecipeError: a mistake in it.
+        """
+        from samopt.passes import PASSES
+
+        _no_unknown_keys(table, TABLES, where)
+        entries = table.get("pass", [])
+        if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+            raise RecipeError(f"{where}: write each pass as a [[pass]] table")
+        steps = [_step(entry, f"{where}, entry {at}", passes or PASSES) for at, entry in enumerate(entries, start=1)]
+        rows = _bench_rows(table.get("bench", {}), where)
+        budget = table.get("accuracy", {})
+        _no_unknown_keys(budget, {field.name for field in dataclasses.fields(Budget)}, f"{where}, [accuracy]")
+        try:
+            accuracy = Budget(**budget)
+        except InvalidInput as error:
+            raise RecipeError(f"{where}: {error}") from error
+        description = table.get("description", "")
+        if not isinstance(description, str):
+            raise RecipeError(f"{where}: description must be text, not {description!r}")
+        try:
+            return Recipe(steps, accuracy, name, description, rows)
+        except RecipeError as error:
+            raise RecipeError(f"{where}: {str(error).removeprefix(f'{name}: ')}") from error
+
+    def to_table(self, passes: Mapping[str, type[Pass]]) -> dict[str, Any]:
+        """What `from_table` makes this recipe of again: text, numbers, lists and tables, all options spelt out.
+
+        Args:
+            passes: by the names that entries use.
+
+        Raises:
+            RecipeError: a pass that is not among them.
+        """
+        names = {kind: name for name, kind in passes.items()}
+        entries = []
+        for step in self.steps:
+            if type(step.pass_) not in names:
+                raise RecipeError(
+                    f"{self.name}: {type(step.pass_).__name__} is a pass of your own, which no file can name; "
+                    f"known: {', '.join(passes)}"
+                )
+            settings = {name: getattr(step, name) for name in SETTINGS}
+            entries.append({"name": names[type(step.pass_)], **_given(step.pass_), **settings})
+        rows = {"rows": [list(row) for row in self.bench_rows]}
+        return {"description": self.description, "accuracy": _given(self.accuracy), "pass": entries, "bench": rows}
+
+
+def _given(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass as TOML has them: lists for tuples, and nothing for None."""
+    values = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in values.items() if value is not None
+    }
 
 
 def pass_name(pass_: Pass) -> str:
@@ -164,45 +239,29 @@ def _parse(text: str, where: str, name: str) -> Recipe:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise RecipeError(f"{where}: not valid TOML: {error}") from error
-    _no_unknown_keys(table, TABLES, where)
-    entries = table.get("pass", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise RecipeError(f"{where}: write each pass as a [[pass]] table")
-    steps = tuple(_step(entry, f"{where}, entry {index}") for index, entry in enumerate(entries, start=1))
-    bench = table.get("bench", {})
+    return Recipe.from_table(table, where, name)
+
+
+def _bench_rows(bench: Any, where: str) -> tuple[tuple[str, ...], ...]:
     _no_unknown_keys(bench, {"rows"}, f"{where}, [bench]")
     rows = bench.get("rows", [])
     if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
         raise RecipeError(f"{where}, [bench] rows: write a list of lists of names")
-    budget = table.get("accuracy", {})
-    _no_unknown_keys(budget, {field.name for field in dataclasses.fields(Budget)}, f"{where}, [accuracy]")
-    try:
-        accuracy = Budget(**budget)
-    except InvalidInput as error:
-        raise RecipeError(f"{where}: {error}") from error
-    description = table.get("description", "")
-    if not isinstance(description, str):
-        raise RecipeError(f"{where}: description must be text, not {description!r}")
-    try:
-        return Recipe(steps, accuracy, name, description, tuple(tuple(row) for row in rows))
-    except RecipeError as error:
-        raise RecipeError(f"{where}: {str(error).removeprefix(f'{name}: ')}") from error
+    return tuple(tuple(row) for row in rows)
 
 
-def _step(entry: dict[str, Any], where: str) -> Step:
-    from samopt.passes import PASSES
-
+def _step(entry: dict[str, Any], where: str, passes: Mapping[str, type[Pass]]) -> Step:
     options = {key: value for key, value in entry.items() if key != "name"}
     settings = {key: options.pop(key) for key in SETTINGS if key in options}
     name = entry.get("name")
-    if not isinstance(name, str) or name not in PASSES:
+    if not isinstance(name, str) or name not in passes:
         found = "has no name" if name is None else f"names an unknown pass {name!r}"
-        raise RecipeError(f"{where} {found}; known passes: {', '.join(PASSES)} (your own go into a Recipe in Python)")
+        raise RecipeError(f"{where} {found}; known passes: {', '.join(passes)} (your own go into a Recipe in Python)")
     where = f"{where} ({name})"
-    _no_unknown_keys(options, {"name", *SETTINGS, *(f.name for f in dataclasses.fields(PASSES[name]))}, where)
+    _no_unknown_keys(options, {"name", *SETTINGS, *(f.name for f in dataclasses.fields(passes[name]))}, where)
     options = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
     try:
-        return Step(PASSES[name](**options), **settings)
+        return Step(passes[name](**options), **settings)
     except (InvalidInput, RecipeError, TypeError) as error:  # TypeError: an option without a default was left out
         raise RecipeError(f"{where}: {error}") from error
 

@@ -89,7 +89,7 @@ class Report:
         baseline: the unmodified model's own figures; None where nothing was measured.
         steps: what became of each entry.
         versions: of Python and the libraries the figures depend on.
-        notes: what has changed since, such as a copy that lost its compilation.
+        notes: what has changed since, such as a copy that lost its compilation, or a machine that it was loaded on.
     """
 
     recipe: str
@@ -170,8 +170,7 @@ def report(model: nn.Module) -> Report:
     found = vars(model).get(ATTRIBUTE) if isinstance(model, nn.Module) else None
     if not isinstance(found, Report):
         raise SamoptError("this model has no report: it was not made by samopt.optimize")
-    lost = list(_lost_compilations(model, found))
-    return dataclasses.replace(found, notes=tuple(lost))
+    return dataclasses.replace(found, notes=(*found.notes, *_lost_compilations(model, found)))
 
 
 def _lost_compilations(model: nn.Module, found: Report) -> Iterator[str]:

@@ -35,6 +35,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2, tor
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 _found: dict[str, Config | str] = {}  # by key: the configuration, or why there is none
+_offered: dict[str, Any] = {}  # entries that came with a saved model
 _lock = threading.RLock()
 
 
@@ -116,11 +117,28 @@ def choose(problem: Problem) -> Config:
     key = problem.versioned_key()
     with _lock:
         if key not in _found:
-            _found[key] = _stored(problem, cache_file(), key) or _stored(problem, SHIPPED, key) or _seek(problem)
+            _found[key] = (
+                _stored(problem, cache_file(), key)
+                or _candidate(problem, "a saved model", _offered, key)
+                or _stored(problem, SHIPPED, key)
+                or _seek(problem)
+            )
         found = _found[key]
     if isinstance(found, str):
         raise Unsupported(found)
     return found
+
+
+def found_here() -> dict[str, Any]:
+    """The configurations that this process uses, as entries of a file."""
+    with _lock:
+        return {key: encode(config) for key, config in _found.items() if isinstance(config, Config)}
+
+
+def offer(entries: dict[str, Any]) -> None:
+    """Takes entries that `found_here` gave elsewhere: used where their keys, GPU and versions in them, are asked for."""
+    with _lock:
+        _offered.update(entries)
 
 
 def _seek(problem: Problem) -> Config | str:
@@ -263,13 +281,16 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _stored(problem: Problem, file: Path, key: str) -> Config | None:
     """The candidate that a file has for a problem; whatever else it has there is ignored."""
-    entries = _read(file)
+    return _candidate(problem, str(file), _read(file), key)
+
+
+def _candidate(problem: Problem, where: str, entries: dict[str, Any], key: str) -> Config | None:
     if key not in entries:
         return None
     for config in problem.candidates:
         if entries[key] == encode(config):
             return config
-    warnings.warn(f"{file}: what it has for {key} is ignored, as it is no candidate", stacklevel=1)
+    warnings.warn(f"{where}: what it has for {key} is ignored, as it is no candidate", stacklevel=1)
     return None
 
 

@@ -1,0 +1,131 @@
+"""Loads a model that `save` saved: no checkpoint, no calibration, no measuring."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from samopt.base import Pass
+from samopt.compile_cache import differences, machine, use
+from samopt.errors import InvalidInput, SavedModelError, first_line
+from samopt.geometry import Geometry
+from samopt.optimize import as_optimised
+from samopt.rebuild import compile_again, fill, for_this_device, without_weights
+from samopt.recipe import Recipe
+from samopt.report import Report
+from samopt.save import CACHE, WEIGHTS, converter, known_passes
+from samopt.saved_folder import read_file, read_manifest
+
+if TYPE_CHECKING:
+    from segment_anything.modeling import Sam
+
+
+def load(
+    folder: str | Path,
+    device: str | torch.device | None = None,
+    *,
+    compile_cache: bool = False,
+    passes: Mapping[str, type[Pass]] | None = None,
+) -> Sam:
+    """Loads a saved model, without the checkpoint that it was made of.
+
+    Its passes are applied as they were, and their weights read; what was dropped, undone or skipped when it was made
+    stays so, and accuracy is not measured again. On the machine that it was saved on, its outputs are the same bits.
+    On another, passes that leave weights alone and cannot run there are left out, and `report` says so; 2:4 sparse
+    weights are compressed for the GPU that is there.
+
+    Args:
+        folder: what `save` wrote. It is only read.
+        device: where to; None takes "cpu" or "cuda", as it was saved from.
+        compile_cache: use the compiled code in the folder, where it is of these versions and this kind of GPU, so that
+            the first call need not compile. PyTorch reads parts of it with pickle: do that only where you trust whoever
+            made the folder, as you would to run a program.
+        passes: passes of your own, by the names that `save` was given.
+
+    Returns:
+        A Sam, as `optimize` returned it.
+
+    Raises:
+        SavedModelError: no saved model, one that was changed or damaged, one of another format, or one with weights
+            that this device cannot compute with.
+        InvalidInput: a device that is not there.
+        RecipeError: a pass that is not known.
+        Unsupported: a required `Compile` cannot run here.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    made = manifest["made_with"]
+    target = _device(device, made)
+    files = manifest["files"]
+    with ThreadPoolExecutor(1) as thread:  # reading, and checking, waits for the disk
+        content = thread.submit(read_file, folder, files[WEIGHTS])
+        recipe = Recipe.from_table(manifest["recipe"], str(folder), manifest["recipe_name"], known_passes(passes))
+        geometry = converter().structure(manifest["geometry"], Geometry)
+        report: Report = converter().structure(manifest["report"], Report)
+        model: Any = without_weights(geometry, recipe, report.steps)
+        tensors = _tensors(content.result(), folder, target)
+    fill(model, tensors, complete=True)
+    made_on = made.get("gpu", made["device"])
+    steps = for_this_device(model, recipe, report.steps, made_on)
+    if steps != report.steps:
+        model = without_weights(geometry, recipe, steps)
+        fill(model, tensors, complete=True)
+    del tensors
+    _offer_kernels(manifest["kernels"])
+    here = machine(target)
+    notes = list(_notes(made, here))
+    if CACHE in files:
+        notes.append(_use_cache(folder, files[CACHE], compile_cache, made, here))
+    steps = compile_again(model, recipe, steps)
+    as_optimised(model, recipe, dataclasses.replace(report, steps=steps, notes=(*report.notes, *notes)))
+    return model
+
+
+def _device(device: str | torch.device | None, made: dict[str, Any]) -> torch.device:
+    try:
+        target = torch.device(made["device"] if device is None else device)
+        torch.empty(0, device=target)
+    except (RuntimeError, AssertionError) as error:
+        saved = f"the model was saved from {made.get('gpu', made['device'])}; " if device is None else ""
+        raise InvalidInput(
+            f"{saved}device {device or made['device']} cannot be used here ({first_line(error)}); try device='cpu'"
+        ) from error
+    if target.type == "meta":
+        raise InvalidInput("a model on the meta device has no weights to load")
+    return target
+
+
+def _tensors(content: bytes, folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load as read
+
+    try:
+        tensors = read(content)
+    except (SafetensorError, ValueError) as error:
+        raise SavedModelError(f"{folder}: its weights are not in the safetensors format: {error}") from error
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def _offer_kernels(entries: dict[str, Any]) -> None:
+    from samopt.passes.kernels.tuning import offer
+
+    offer(entries)
+
+
+def _notes(made: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
+    if found := differences(made, here):
+        yield f"saved elsewhere, and its figures are of there: {found}"
+
+
+def _use_cache(folder: Path, entry: dict[str, Any], wanted: bool, made: dict[str, Any], here: dict[str, Any]) -> str:
+    """Uses the compiled code in a folder, or does not; says which, and why."""
+    if not wanted:
+        return "compiled code in the folder not used: load(..., compile_cache=True), if you trust whoever made it"
+    reason = differences(made, here) or use(read_file(folder, entry))
+    return f"compiled code in the folder ignored: {reason}" if reason else "compiled code in the folder used"
