@@ -65,6 +65,7 @@ class SDPAttention(Pass):
             weight = new.rel_pos_h
             positions = key_positions(site.facts["grid"], weight.device, weight.dtype)
             new.register_buffer(POSITIONS, positions, persistent=False)
+            new.register_load_state_dict_post_hook(follow_weights)
         rebind(new, "forward", encoder_attention)
         return new
 
@@ -75,6 +76,13 @@ def key_positions(grid: tuple[int, int], device: torch.device, dtype: torch.dtyp
     rows = torch.eye(height, device=device, dtype=dtype)[:, None].expand(-1, width, -1)
     columns = torch.eye(width, device=device, dtype=dtype).expand(height, -1, -1)
     return torch.cat([rows, columns], dim=-1)
+
+
+def follow_weights(module: Any, incompatible_keys: Any) -> None:
+    """Makes the unit vectors anew where `load_state_dict(assign=True)` has brought another dtype or device."""
+    weight, positions = module.rel_pos_h, getattr(module, POSITIONS)
+    if (positions.dtype, positions.device) != (weight.dtype, weight.device):
+        setattr(module, POSITIONS, key_positions(positions.shape[:2], weight.device, weight.dtype))
 
 
 def encoder_attention(self: Any, x: Tensor) -> Tensor:

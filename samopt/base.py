@@ -131,9 +131,7 @@ class Pass(abc.ABC):
         """
         self._rewrite(model, list(sites), None)
 
-    def _rewrite(
-        self, model: nn.Module, sites: list[Site], samples: Sequence[Sample] | None
-    ) -> Callable[[], None]:
+    def _rewrite(self, model: nn.Module, sites: list[Site], samples: Sequence[Sample] | None) -> Callable[[], None]:
         stats = self.calibrate(model, sites, samples)
         # Outermost first, so that a site inside another lands in its parent's replacement.
         sites.sort(key=lambda site: site.fqn.count(".") + bool(site.fqn))

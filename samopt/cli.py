@@ -1,4 +1,4 @@
-"""The command line: `samopt demo`, `optimize`, `verify`, `profile`, `passes`, `recipes`, `bench`."""
+"""The command line: `samopt demo`, `optimize`, `load`, `verify`, `profile`, `passes`, `recipes`, `bench`."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False)
 app.add_typer(bench, name="bench")
+
+Out = Annotated[Path | None, typer.Option(help="A folder to save the model to; samopt.load loads it.")]
 
 
 def _version(asked: bool) -> None:
@@ -101,28 +103,62 @@ def optimize(
     coco: Coco = None,
     limit: ImageLimit = None,
     batch_size: BatchSize = None,
-    json_out: Annotated[Path, typer.Option("--json", help="Where to write the report.")] = Path("samopt-report.json"),
+    out: Out = None,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the report to this file, too.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Optimises a checkpoint with a recipe; prints what each pass did and writes it as JSON.
-
-    It writes the report, not a model: in Python, samopt.optimize returns one.
-    """
+    """Optimises a checkpoint with a recipe, prints what each pass did, and saves the model."""
     from samopt.optimize import optimize as run
     from samopt.recipe import Recipe
     from samopt.report import report
+    from samopt.save import save
+    from samopt.saved_folder import check_target
 
-    check_writable(json_out)
+    if json_out is not None:
+        check_writable(json_out)
+    if out is not None:
+        check_target(out)
     chosen, samples = Recipe.of(recipe), read_samples(images, coco, limit)
     sam = load_model(checkpoint, model_type, device)
     try:
-        found = report(run(sam, chosen, samples=samples, inplace=True, batch_size=batch_size))
+        model = run(sam, chosen, samples=samples, inplace=True, batch_size=batch_size)
     except AccuracyError as error:
-        write_json(json_out, error.report.to_dict())
+        if json_out is not None:
+            write_json(json_out, error.report.to_dict())
         raise
-    show(found)
-    write_json(json_out, found.to_dict())
-    say(f"{json_out}: the same, as JSON")
+    show(report(model))
+    if json_out is not None:
+        write_json(json_out, report(model).to_dict())
+    if out is not None:
+        save(model, out)
+        say(f"{out}: the model, {_gigabytes(out)}; samopt.load({str(out)!r}) loads it")
+    else:
+        say("the model was not saved: name a folder with --out")
+
+
+@app.command()
+def load(
+    folder: Annotated[Path, typer.Argument(help="What `samopt optimize --out` or samopt.save wrote.")],
+    device: Annotated[str | None, typer.Option(help="cpu, cuda …; without it, as it was saved from.")] = None,
+    compile_cache: Annotated[
+        bool,
+        typer.Option("--compile-cache", help="Use the compiled code in the folder: if you trust whoever made it."),
+    ] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hold it to what it answered when it was saved. Exit code 1: it does not.")
+    ] = False,
+) -> None:
+    """Loads a saved model, and prints its report: whether it runs here, and how long it takes to start."""
+    import time
+
+    from samopt.load import load as run
+    from samopt.report import report
+
+    start = time.perf_counter()
+    model = run(folder, device, compile_cache=compile_cache, verify=verify)
+    seconds = time.perf_counter() - start
+    show(report(model))
+    say(f"{folder}: {_gigabytes(folder)}, loaded in {seconds:.1f} s")
 
 
 @app.command()
@@ -223,6 +259,10 @@ def recipes(name: Annotated[str | None, typer.Argument(help="Print this recipe's
         recipe = Recipe.of(known)
         table.add_row(known, recipe.description, ", ".join(repr(step.pass_) for step in recipe.steps))
     show(table)
+
+
+def _gigabytes(folder: Path) -> str:
+    return f"{sum(path.stat().st_size for path in folder.iterdir() if path.is_file()) / 1e9:.3f} GB"
 
 
 def _kinds_table(agreement: Any) -> Any:

@@ -21,7 +21,9 @@ ModelType = Annotated[
     str | None,
     typer.Option(help="vit_b, vit_l or vit_h: which model the checkpoint is; without it, what it turns out to be."),
 ]
-RecipeName = Annotated[str, typer.Option(help="A built-in recipe (see `samopt recipes`) or a TOML file.")]
+RecipeName = Annotated[
+    str, typer.Option(help="A built-in recipe (see `samopt recipes`), a TOML file, or the folder of a saved model.")
+]
 Images = Annotated[
     Path | None, typer.Option(help="A picture, or a folder of them, to measure on. Without it: drawn scenes.")
 ]

@@ -1,7 +1,7 @@
 """What torch.compile made in this process, to be found by another: the artifacts of PyTorch's caches.
 
-They hold compiled code, and PyTorch reads parts of them with pickle: whoever made them can run code where they are used.
-So samopt uses them only where it is told to.
+They hold compiled code, and PyTorch reads parts of them with pickle: whoever made them can run code where they are
+used. So samopt uses them only where it is told to.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
+from samopt.answers import check
 from samopt.base import Pass
 from samopt.compile_cache import differences, machine, use
 from samopt.errors import InvalidInput, SavedModelError, first_line
@@ -19,7 +19,7 @@ from samopt.optimize import as_optimised
 from samopt.rebuild import compile_again, fill, for_this_device, without_weights
 from samopt.recipe import Recipe
 from samopt.report import Report
-from samopt.save import CACHE, WEIGHTS, converter, known_passes
+from samopt.save import ANSWERS, CACHE, WEIGHTS, converter, known_passes
 from samopt.saved_folder import read_file, read_manifest
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ def load(
     device: str | torch.device | None = None,
     *,
     compile_cache: bool = False,
+    verify: bool = False,
     passes: Mapping[str, type[Pass]] | None = None,
 ) -> Sam:
     """Loads a saved model, without the checkpoint that it was made of.
@@ -46,6 +47,8 @@ def load(
         compile_cache: use the compiled code in the folder, where it is of these versions and this kind of GPU, so that
             the first call need not compile. PyTorch reads parts of it with pickle: do that only where you trust whoever
             made the folder, as you would to run a program.
+        verify: run it on the scene that it was run on when it was saved, and hold what it answers to what it answered
+            then: the same bits, or within the recipe's budget of them. The report says which.
         passes: passes of your own, by the names that `save` was given.
 
     Returns:
@@ -54,6 +57,7 @@ def load(
     Raises:
         SavedModelError: no saved model, one that was changed or damaged, one of another format, or one with weights
             that this device cannot compute with.
+        AccuracyError: it answers otherwise than when it was saved, with `verify`.
         InvalidInput: a device that is not there.
         RecipeError: a pass that is not known.
         Unsupported: a required `Compile` cannot run here.
@@ -83,7 +87,11 @@ def load(
     if CACHE in files:
         notes.append(_use_cache(folder, files[CACHE], compile_cache, made, here))
     steps = compile_again(model, recipe, steps)
-    as_optimised(model, recipe, dataclasses.replace(report, steps=steps, notes=(*report.notes, *notes)))
+    report = dataclasses.replace(report, steps=steps, notes=(*report.notes, *notes))
+    if verify:
+        answers = _tensors(read_file(folder, files[ANSWERS]), folder, torch.device("cpu"))
+        report = dataclasses.replace(report, notes=(*report.notes, check(model, answers, recipe.accuracy, report)))
+    as_optimised(model, recipe, report)
     return model
 
 
@@ -108,7 +116,7 @@ def _tensors(content: bytes, folder: Path, device: torch.device) -> dict[str, to
     try:
         tensors = read(content)
     except (SafetensorError, ValueError) as error:
-        raise SavedModelError(f"{folder}: its weights are not in the safetensors format: {error}") from error
+        raise SavedModelError(f"{folder}: what it holds is not in the safetensors format: {error}") from error
     return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

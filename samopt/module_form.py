@@ -29,7 +29,7 @@ def difference(model: nn.Module, other: nn.Module) -> str | None:
             return f"{name} was not there"
         aside = ASIDE if name else ASIDE | {"_apply"}  # an optimised model's own, which moves it
         ours, expected = _form(module, aside), _form(theirs.pop(name), aside)
-        for key in ours.keys() | expected.keys():
+        for key in sorted(ours.keys() | expected.keys()):
             if ours.get(key) != expected.get(key):
                 here = f"{name or 'the model'}: {key}"
                 return f"{here} is {_words(ours.get(key))} and was {_words(expected.get(key))}"
@@ -41,7 +41,8 @@ def _form(module: nn.Module, aside: set[str]) -> dict[str, Any]:
     for tensors in (module._parameters, module._buffers):
         for name, tensor in tensors.items():
             if name not in device_made():
-                form[name] = None if tensor is None else (tuple(tensor.shape), tensor.dtype, name in module._parameters)
+                kind = "parameter" if tensors is module._parameters else "buffer"
+                form[name] = None if tensor is None else f"a {kind} {list(tensor.shape)} of {tensor.dtype}"
     for name, value in vars(module).items():
         if name in aside:
             continue
@@ -83,8 +84,8 @@ def _compiling() -> frozenset[str]:
 def _words(value: Any) -> str:
     if isinstance(value, type):
         return value.__name__
-    if isinstance(value, tuple) and any(isinstance(part, (types.FunctionType, tuple)) for part in value):
-        return "other code" if isinstance(value[0], (types.FunctionType, tuple)) else str(value)
+    if isinstance(value, tuple) and value and (callable(value[0]) or isinstance(value[0], tuple)):
+        return "other code"
     return "absent" if value is None else str(value)
 
 

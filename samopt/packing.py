@@ -19,8 +19,8 @@ def pack(weight: Tensor) -> tuple[Tensor, Tensor] | None:
         weight: [N, K] of any dtype of 1, 2 or 4 bytes.
 
     Returns:
-        Values [N, K / 2] of the same dtype and positions uint8 [N, K / 8], from which `unpack` makes the same bits; None
-        of a weight that has no such form.
+        Values [N, K / 2] of the same dtype and positions uint8 [N, K / 8], from which `unpack` makes the same bits;
+        None of a weight that has no such form.
     """
     if weight.ndim != 2 or weight.shape[1] % PAIR or weight.dtype.itemsize not in BITS:
         return None

@@ -119,8 +119,7 @@ class Recipe:
 
     @staticmethod
     def of(recipe: str | Path | Recipe | Sequence[Pass | Step]) -> Recipe:
-        """What users pass as a recipe: a built-in name, a TOML file, a folder that `save` made, a `Recipe`, or a list of
-        passes.
+        """What users pass as a recipe: a name, a TOML file, a saved model's folder, a `Recipe`, or a list of passes.
 
         Raises:
             RecipeError: an unknown name, a missing or unreadable file, or a mistake in it: file and entry are named.

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from samopt.answers import record
 from samopt.base import Pass
 from samopt.compile_cache import artifacts, machine
 from samopt.errors import SavedModelError
@@ -19,16 +20,17 @@ from samopt.recipe import Recipe
 from samopt.report import report
 from samopt.saved_folder import Writer, check_target, write_folder
 
-WEIGHTS, CACHE = "weights.safetensors", "compile_cache.bin"
+WEIGHTS, ANSWERS, CACHE = "weights.safetensors", "answers.safetensors", "compile_cache.bin"
 
 
 def save(model: nn.Module, folder: str | Path, *, passes: Mapping[str, type[Pass]] | None = None) -> None:
     """Saves a model that `optimize` returned, for `load`.
 
     The folder holds its weights (safetensors; 2:4 sparse ones packed), the recipe and what became of its entries, the
-    sizes that the unmodified model is built from, versions, and checksums. Nothing in it is pickled by samopt; where
-    this process has compiled, it also holds PyTorch's artifacts of that, which `load` uses only where it is told to. So
-    run the model once at each batch size that you will use, then save it. Hooks are not saved.
+    sizes that the unmodified model is built from, what it answers on a drawn scene, for which it is run once, versions,
+    and checksums. Nothing in it is pickled by samopt; where this process has compiled, it also holds PyTorch's
+    artifacts of that, which `load` uses only where it is told to. So run the model once at each batch size that you
+    will use, then save it. Hooks are not saved.
 
     Args:
         model: compiled or not, on any device.
@@ -52,7 +54,10 @@ def save(model: nn.Module, folder: str | Path, *, passes: Mapping[str, type[Pass
     geometry = Geometry.of(model)
     tensors = tensors_of(model, geometry, recipe, found.steps)
     device = next(model.parameters()).device
-    files: dict[str, Writer] = {WEIGHTS: functools.partial(_write_tensors, tensors)}
+    files: dict[str, Writer] = {
+        WEIGHTS: functools.partial(_write_tensors, tensors),
+        ANSWERS: functools.partial(_write_tensors, record(model)),
+    }
     if (cache := artifacts(model)) is not None:
         files[CACHE] = functools.partial(_write_bytes, cache)
     manifest = {

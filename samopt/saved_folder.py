@@ -139,7 +139,10 @@ def read_file(folder: Path, entry: Mapping[str, Any]) -> bytes:
 def _write(folder: Path, name: str, writer: Writer) -> dict[str, Any]:
     """Writes a file to the disk; of any but the manifest, the name gets a part of its checksum."""
     path = folder / name
+    path.touch()
+    mode = path.stat().st_mode
     writer(path)
+    path.chmod(mode)  # as others may read what the user creates, if safetensors would not let them
     with path.open("rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()

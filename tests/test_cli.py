@@ -113,12 +113,13 @@ def test_the_batch_size_that_passes_are_kept_for(
 ) -> None:
     (tmp_path / "judged.toml").write_text(f'[[pass]]\nname = "linear_patch_embed"\n{EAGER}keep = "if-faster"\n')
     monkeypatch.setattr(samopt.speed, "median_seconds", lambda calls, device: [1.0] * len(calls))
-    result = run(command, "--recipe", "judged.toml", "--device", "cpu", "--batch-size", 3)
+    written_to = ("--json", "report.json") if command == "optimize" else ()
+    result = run(command, "--recipe", "judged.toml", "--device", "cpu", "--batch-size", 3, *written_to)
     assert result.exit_code == 0, result.output
     told = " ".join(result.output.split())
     assert "undone: not faster: encoder blocks: 2.67e+03 -> 2.67e+03 ms an image at batch 3" in told
     if command == "optimize":
-        written = json.loads((tmp_path / "samopt-report.json").read_text())["steps"][-1]
+        written = json.loads((tmp_path / "report.json").read_text())["steps"][-1]
         assert (written["status"], written["speed"]["batch_size"]) == ("undone", 3)
 
 
@@ -169,9 +170,24 @@ def test_verify_over_budget_is_exit_code_1(run: Callable[..., Result], tmp_path:
 
 def test_optimize_over_budget_still_writes_the_report(run: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "strict.toml").write_text(f"[accuracy]\nmin_iou = 1.0\n{EAGER}")
-    assert run("optimize", "--recipe", "strict.toml", "--device", "cpu").exit_code == 1
-    written = json.loads((tmp_path / "samopt-report.json").read_text())
+    refused = run("optimize", "--recipe", "strict.toml", "--device", "cpu", "--json", "report.json", "--out", "model")
+    assert refused.exit_code == 1
+    written = json.loads((tmp_path / "report.json").read_text())
     assert [step["status"] for step in written["steps"]] == ["applied", "applied", "refused"]
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_saved_model_loads_and_is_a_recipe(run: Callable[..., Result], tmp_path: Path) -> None:
+    saved = run("optimize", "--recipe", "eager.toml", "--device", "cpu", "--out", "model")
+    assert saved.exit_code == 0, saved.output
+    assert "model: the model, 0.0" in saved.output
+    loaded = run("load", "model", "--verify")
+    assert loaded.exit_code == 0, loaded.output
+    assert "CastDtype" in loaded.output
+    assert "verified: its answers are those it gave when it was saved, bit for bit" in loaded.output
+    again = run("optimize", "--recipe", "model", "--device", "cpu", "--out", "model")
+    assert again.exit_code == 0, again.output
+    assert Recipe.of(tmp_path / "model").steps == Recipe.of(tmp_path / "eager.toml").steps
 
 
 def test_passes_lists_every_pass(run: Callable[..., Result]) -> None:
@@ -411,6 +427,10 @@ def test_what_is_written_replaces_a_file_as_a_whole(tmp_path: Path, monkeypatch:
         (("optimize", "--checkpoint", "eager.toml", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
         (("optimize", "--model-type", "vit_b"), "--model-type vit_b needs --checkpoint"),
         (("optimize", "--json", "/proc/report.json"), "/proc/report.json: cannot be written"),
+        (("optimize", "--out", "no/model"), "no/model: there is no folder no"),
+        (("optimize", "--out", "unreadable"), "unreadable holds 'photo.png' and no saved model"),
+        (("optimize", "--recipe", "empty"), "empty: no saved model: it has no samopt.json"),
+        (("load", "nowhere"), "nowhere: there is no such folder"),
         (("optimize", "--images", "nowhere"), "nowhere: there is no such folder"),
         (("optimize", "--images", "empty"), "empty: no image in this folder"),
         (("optimize", "--images", "unreadable"), "photo.png: not a readable image"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 from segment_anything.modeling import Sam
 
-from samopt import Budget, Phase, Recipe, RecipeError, Step, optimize
+from samopt import Budget, Phase, Recipe, RecipeError, SavedModelError, Step, optimize
 from samopt.passes import PASSES, CastDtype, Compile, SDPAttention
 from samopt.recipe import built_in
 from tests.snapshot import Snapshot
@@ -96,6 +97,21 @@ def test_a_file_says_what_the_same_in_python_says(write: Write) -> None:
     )
     assert Recipe.of(path) == expected
     assert Recipe.of(str(path)) == expected
+
+
+@pytest.mark.parametrize("name", built_in())
+def test_a_table_makes_the_same_recipe(name: str) -> None:
+    recipe = Recipe.of(name)
+    table = json.loads(json.dumps(recipe.to_table(PASSES)))
+    assert Recipe.from_table(table, "here", name) == recipe
+
+
+def test_a_pass_of_ones_own_has_no_name_in_a_table() -> None:
+    recipe = Recipe([Step(SDPAttention()), Step(Options(limit=3))])
+    with pytest.raises(RecipeError, match="Options is a pass of your own, which no file can name; known: linear_pat"):
+        recipe.to_table(PASSES)
+    own = {**PASSES, "own": Options}
+    assert Recipe.from_table(recipe.to_table(own), "here", "recipe", own) == recipe
 
 
 def test_a_list_of_passes_means_required_steps_and_the_default_budget() -> None:
@@ -193,7 +209,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"latin\.toml: cannot read this recipe file"):
         Recipe.of(tmp_path / "latin.toml")
     (tmp_path / "folder.toml").mkdir()
-    with pytest.raises(RecipeError, match=r"folder\.toml: cannot read this recipe file"):
+    with pytest.raises(SavedModelError, match=r"folder\.toml: no saved model"):
         Recipe.of(tmp_path / "folder.toml")
 
 

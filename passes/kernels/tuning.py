@@ -136,7 +136,7 @@ def found_here() -> dict[str, Any]:
 
 
 def offer(entries: dict[str, Any]) -> None:
-    """Takes entries that `found_here` gave elsewhere: used where their keys, GPU and versions in them, are asked for."""
+    """Takes entries that `found_here` gave elsewhere: used where a key, which names GPU and versions, is sought."""
     with _lock:
         _offered.update(entries)
 
