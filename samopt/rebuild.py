@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samopt.base import Numerics, Phase
+from samopt.base import APPLIED, Numerics, Phase
 from samopt.errors import SamoptError, SavedModelError, Unsupported, first_line
 from samopt.geometry import Geometry
 from samopt.module_form import device_made, difference, same_bits
@@ -56,9 +56,6 @@ def tensors_of(model: nn.Module, geometry: Geometry, recipe: Recipe, rows: Seque
         SavedModelError: the model is not what its recipe made of a Sam of segment_anything's, or holds tensors of a
             library's own.
     """
-    rebuilt = without_weights(geometry, recipe, rows)
-    if found := difference(model, rebuilt):
-        raise SavedModelError(f"the model was changed since samopt.optimize made it, which cannot be saved: {found}")
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     for name, tensor in state.items():
         if type(tensor) is not Tensor:
@@ -66,6 +63,9 @@ def tensors_of(model: nn.Module, geometry: Geometry, recipe: Recipe, rows: Seque
                 f"{name} is a {type(tensor).__name__}, which a file of plain tensors cannot hold: use "
                 'Int8Dynamic(kernel="triton") instead of torchao\'s'
             )
+    rebuilt = without_weights(geometry, recipe, rows)
+    if found := difference(model, rebuilt):
+        raise SavedModelError(f"the model was changed since samopt.optimize made it, which cannot be saved: {found}")
     fill(rebuilt, state)
     derived = _buffers_aside(rebuilt)
     stored = {name: buffer for name, buffer in _buffers_aside(model).items() if not same_bits(buffer, derived[name])}
@@ -184,8 +184,6 @@ def _buffers_aside(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_sparse(module: Any) -> bool:
-    from samopt.base import APPLIED
-
     return getattr(module, "two_four", False) or "SemiSparse" in vars(module).get(APPLIED, ())
 
 
