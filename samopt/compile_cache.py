@@ -6,6 +6,8 @@ used. So samopt uses them only where it is told to.
 
 from __future__ import annotations
 
+import copyreg
+import importlib
 import platform
 from importlib.metadata import version
 from typing import Any
@@ -13,6 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._triton import has_triton_package
+
+
+class _Torch:
+    """The module torch, to pickle."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, ("torch",)
+
+
+def _by_name(memory_format: torch.memory_format) -> tuple[Any, ...]:
+    return getattr, (_Torch(), str(memory_format).removeprefix("torch."))
+
+
+# PyTorch looks compiled code up by digests of pickled descriptions. Of a memory format pickle writes the first module
+# in sys.modules that has a `torch`: of a service that imports torch itself another than of a script, so that nothing
+# would be found. PyTorch gives layouts a way of their own for pickle, but not memory formats.
+copyreg.pickle(torch.memory_format, _by_name)
 
 
 def artifacts(model: nn.Module) -> bytes | None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from samopt.saved_folder import read_file, read_manifest
 
 if TYPE_CHECKING:
     from segment_anything.modeling import Sam
+
+T = TypeVar("T")
 
 
 def load(
@@ -70,8 +72,8 @@ def load(
     with ThreadPoolExecutor(1) as thread:  # reading, and checking, waits for the disk
         content = thread.submit(read_file, folder, files[WEIGHTS])
         recipe = Recipe.from_table(manifest["recipe"], str(folder), manifest["recipe_name"], known_passes(passes))
-        geometry = converter().structure(manifest["geometry"], Geometry)
-        report: Report = converter().structure(manifest["report"], Report)
+        geometry = _structured(folder, manifest["geometry"], Geometry)
+        report = _structured(folder, manifest["report"], Report)
         model: Any = without_weights(geometry, recipe, report.steps)
         tensors = _tensors(content.result(), folder, target)
     fill(model, tensors, complete=True)
@@ -107,6 +109,16 @@ def _device(device: str | torch.device | None, made: dict[str, Any]) -> torch.de
     if target.type == "meta":
         raise InvalidInput("a model on the meta device has no weights to load")
     return target
+
+
+def _structured(folder: Path, value: Any, kind: type[T]) -> T:
+    from cattrs import BaseValidationError
+
+    try:
+        found: T = converter().structure(value, kind)
+    except BaseValidationError as error:
+        raise SavedModelError(f"{folder}: its manifest holds no {kind.__name__}: {first_line(error)}") from error
+    return found
 
 
 def _tensors(content: bytes, folder: Path, device: torch.device) -> dict[str, torch.Tensor]:

@@ -125,6 +125,8 @@ def read_file(folder: Path, entry: Mapping[str, Any]) -> bytes:
         SavedModelError: the file is missing, truncated or changed.
     """
     path = folder / entry["name"]
+    if not OURS.fullmatch(entry["name"]):
+        raise SavedModelError(f"{folder}: its manifest names {entry['name']!r}, which samopt.save does not write")
     try:
         content = path.read_bytes()
     except OSError as error:

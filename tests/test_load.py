@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import stat
 import subprocess
@@ -20,7 +21,7 @@ from segment_anything.modeling import Sam
 from torch import Tensor
 
 import samopt
-from samopt import AccuracyError, InvalidInput, SavedModelError, optimize, save
+from samopt import AccuracyError, InvalidInput, SavedModelError, optimize, save, saved_folder
 from samopt.module_form import difference
 from samopt.passes import (
     CastDtype,
@@ -35,6 +36,7 @@ from samopt.passes import (
 )
 from samopt.recipe import built_in
 from samopt.samples import scene_samples
+from samopt.saved_folder import read_manifest
 from tests.models import random_sam
 
 QUANTISED = [HoistRelPos(), SDPAttention(), CastDtype(), SemiSparse(criterion="magnitude", update=False)]
@@ -161,6 +163,16 @@ def test_a_changed_file(tmp_path: Path, sam: Sam) -> None:
         samopt.load(tmp_path / "model")
     weights.write_bytes(content[:-4])
     with pytest.raises(SavedModelError, match="truncated"):
+        samopt.load(tmp_path / "model")
+
+
+def test_a_manifest_of_other_content(tmp_path: Path, sam: Sam) -> None:
+    save(optimize(sam, [LinearPatchEmbed()], verify="off"), tmp_path / "model")
+    manifest = read_manifest(tmp_path / "model")
+    del manifest["geometry"]["encoder"]
+    manifest["checksum"] = saved_folder._checksum(manifest)
+    (tmp_path / "model" / saved_folder.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(SavedModelError, match="its manifest holds no Geometry"):
         samopt.load(tmp_path / "model")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from segment_anything.modeling import Sam
 
 import samopt
@@ -51,6 +53,23 @@ def test_every_mask_of_an_image(names: dict[str, Any]) -> None:
     exec(block("python", "generate_batch"), names)
     assert isinstance(names["records"], list)
     assert len(names["per_image"]) == 2
+
+
+def test_a_worker(
+    names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    samopt.save(samopt.optimize(names["sam"], [SDPAttention()], verify="off"), tmp_path / "fast_sam")
+    Image.fromarray(names["image"]).save(tmp_path / "a.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a.png 30 20\nmissing.png 1 2\na.png 5.5 6\n"))
+    worker = block("python", "sys.stdin")
+    exec(worker, {})
+    told = capsys.readouterr()
+    assert told.out == "a.png.mask.png\n" * 2
+    assert "missing.png: " in told.err
+    with Image.open("a.png.mask.png") as mask:
+        assert (mask.size, mask.mode) == ((64, 64), "1")
+    assert len([line for line in worker.splitlines() if line]) <= 20
 
 
 def test_many_pictures_and_prompts(names: dict[str, Any]) -> None:

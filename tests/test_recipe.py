@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from segment_anything.modeling import Sam
 
+import samopt
 from samopt import Budget, Phase, Recipe, RecipeError, SavedModelError, Step, optimize
 from samopt.passes import PASSES, CastDtype, Compile, SDPAttention
 from samopt.recipe import built_in
@@ -110,7 +111,7 @@ def test_a_pass_of_ones_own_has_no_name_in_a_table() -> None:
     recipe = Recipe([Step(SDPAttention()), Step(Options(limit=3))])
     with pytest.raises(RecipeError, match="Options is a pass of your own, which no file can name; known: linear_pat"):
         recipe.to_table(PASSES)
-    own = {**PASSES, "own": Options}
+    own: dict[str, type[samopt.Pass]] = {**PASSES, "own": Options}
     assert Recipe.from_table(recipe.to_table(own), "here", "recipe", own) == recipe
 
 

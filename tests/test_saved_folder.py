@@ -191,5 +191,13 @@ def test_a_manifest_of_another_kind(tmp_path: Path) -> None:
         read(folder)
 
 
+def test_a_manifest_that_names_other_files(tmp_path: Path) -> None:
+    (tmp_path / "secret.bin").write_text("x")
+    with pytest.raises(
+        SavedModelError, match=r"its manifest names '\.\./secret\.bin', which samopt.save does not write"
+    ):
+        read_file(tmp_path / "model", {"name": "../secret.bin"})
+
+
 def test_the_checksum_covers_everything() -> None:
     assert _checksum({"a": [1], "checksum": "x"}) == _checksum({"a": [1]}) != _checksum({"a": [2]})
