@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
+from torch import nn
 
 from samopt.answers import check
 from samopt.base import Pass
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from segment_anything.modeling import Sam
 
 T = TypeVar("T")
+
+LOADERS = {"model": "samopt.load", "exported": "samopt.load_exported"}  # by the kind of folder
 
 
 def load(
@@ -64,37 +67,87 @@ def load(
         RecipeError: a pass that is not known.
         Unsupported: a required `Compile` cannot run here.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    made = manifest["made_with"]
-    target = _device(device, made)
-    files = manifest["files"]
+    saved = Saved(Path(folder), "model", device, passes)
+    recipe, report = saved.recipe, saved.report
     with ThreadPoolExecutor(1) as thread:  # reading, and checking, waits for the disk
-        content = thread.submit(read_file, folder, files[WEIGHTS])
-        recipe = Recipe.from_table(manifest["recipe"], str(folder), manifest["recipe_name"], known_passes(passes))
-        geometry = _structured(folder, manifest["geometry"], Geometry)
-        report = _structured(folder, manifest["report"], Report)
-        model: Any = without_weights(geometry, recipe, report.steps)
-        tensors = _tensors(content.result(), folder, target)
+        content = thread.submit(saved.read, WEIGHTS)
+        model: Any = without_weights(saved.geometry, recipe, report.steps)
+        tensors = saved.tensors(content.result())
     fill(model, tensors, complete=True)
-    made_on = made.get("gpu", made["device"])
+    made_on = saved.made.get("gpu", saved.made["device"])
     steps = for_this_device(model, recipe, report.steps, made_on)
     if steps != report.steps:
-        model = without_weights(geometry, recipe, steps)
+        model = without_weights(saved.geometry, recipe, steps)
         fill(model, tensors, complete=True)
     del tensors
-    _offer_kernels(manifest["kernels"])
-    here = machine(target)
-    notes = list(_notes(made, here))
-    if CACHE in files:
-        notes.append(_use_cache(folder, files[CACHE], compile_cache, made, here))
+    _offer_kernels(saved.manifest["kernels"])
+    notes = list(saved.notes())
+    if CACHE in saved.manifest["files"]:
+        notes.append(_use_cache(saved, compile_cache))
     steps = compile_again(model, recipe, steps)
-    report = dataclasses.replace(report, steps=steps, notes=(*report.notes, *notes))
+    report = dataclasses.replace(report, steps=steps, notes=tuple(notes))
     if verify:
-        answers = _tensors(read_file(folder, files[ANSWERS]), folder, torch.device("cpu"))
-        report = dataclasses.replace(report, notes=(*report.notes, check(model, answers, recipe.accuracy, report)))
+        report = saved.verified(model, report)
     as_optimised(model, recipe, report)
     return model
+
+
+class Saved:
+    """A folder that is being loaded from.
+
+    Attributes:
+        manifest: what it says.
+        made: the machine it was made on.
+        here: this machine.
+        device: where to load to.
+        recipe: of the model.
+        report: as it was saved.
+        geometry: of the unmodified model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        kind: Literal["model", "exported"],
+        device: str | torch.device | None,
+        passes: Mapping[str, type[Pass]] | None,
+    ) -> None:
+        self.folder, self.manifest = folder, read_manifest(folder)
+        if self.manifest["kind"] != kind:
+            right = LOADERS.get(self.manifest["kind"], "a newer samopt")
+            raise SavedModelError(f"{folder}: {right} loads this folder, not {LOADERS[kind]}")
+        self.made = self.manifest["made_with"]
+        self.device = _device(device, self.made)
+        self.here = machine(self.device)
+        name = self.manifest["recipe_name"]
+        self.recipe = Recipe.from_table(self.manifest["recipe"], str(folder), name, known_passes(passes))
+        self.geometry = _structured(folder, self.manifest["geometry"], Geometry)
+        self.report = _structured(folder, self.manifest["report"], Report)
+
+    def read(self, name: str) -> bytes:
+        """The content of one of its files, checked."""
+        return read_file(self.folder, self.manifest["files"][name])
+
+    def tensors(self, content: bytes, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """The tensors in a file's content, on a device, without another where they are loaded to."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load as read
+
+        try:
+            tensors = read(content)
+        except (SafetensorError, ValueError) as error:
+            raise SavedModelError(f"{self.folder}: what it holds is not in the safetensors format: {error}") from error
+        return {name: tensor.to(device or self.device) for name, tensor in tensors.items()}
+
+    def notes(self) -> Iterator[str]:
+        """What to say of another machine."""
+        if found := differences(self.made, self.here):
+            yield f"saved elsewhere, and its figures are of there: {found}"
+
+    def verified(self, model: nn.Module, report: Report) -> Report:
+        """The report with what became of the answers; AccuracyError where they are others."""
+        answers = self.tensors(self.read(ANSWERS), torch.device("cpu"))
+        return dataclasses.replace(report, notes=(*report.notes, check(model, answers, self.recipe.accuracy, report)))
 
 
 def _device(device: str | torch.device | None, made: dict[str, Any]) -> torch.device:
@@ -121,31 +174,15 @@ def _structured(folder: Path, value: Any, kind: type[T]) -> T:
     return found
 
 
-def _tensors(content: bytes, folder: Path, device: torch.device) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load as read
-
-    try:
-        tensors = read(content)
-    except (SafetensorError, ValueError) as error:
-        raise SavedModelError(f"{folder}: what it holds is not in the safetensors format: {error}") from error
-    return {name: tensor.to(device) for name, tensor in tensors.items()}
-
-
 def _offer_kernels(entries: dict[str, Any]) -> None:
     from samopt.passes.kernels.tuning import offer
 
     offer(entries)
 
 
-def _notes(made: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
-    if found := differences(made, here):
-        yield f"saved elsewhere, and its figures are of there: {found}"
-
-
-def _use_cache(folder: Path, entry: dict[str, Any], wanted: bool, made: dict[str, Any], here: dict[str, Any]) -> str:
+def _use_cache(saved: Saved, wanted: bool) -> str:
     """Uses the compiled code in a folder, or does not; says which, and why."""
     if not wanted:
         return "compiled code in the folder not used: load(..., compile_cache=True), if you trust whoever made it"
-    reason = differences(made, here) or use(read_file(folder, entry))
+    reason = differences(saved.made, saved.here) or use(saved.read(CACHE))
     return f"compiled code in the folder ignored: {reason}" if reason else "compiled code in the folder used"

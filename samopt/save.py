@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,30 +46,36 @@ def save(model: nn.Module, folder: str | Path, *, passes: Mapping[str, type[Pass
         SamoptError: the model did not come out of `optimize`.
     """
     folder = Path(folder)
-    found = report(model)
+    manifest, tensors = described(model, passes)
+    check_target(folder)
+    files: dict[str, Writer] = {
+        WEIGHTS: functools.partial(write_tensors, tensors),
+        ANSWERS: functools.partial(write_tensors, record(model)),
+    }
+    if (cache := artifacts(model)) is not None:
+        files[CACHE] = functools.partial(_write_bytes, cache)
+    from samopt.passes.kernels.tuning import found_here
+
+    write_folder(folder, {"kind": "model", **manifest, "kernels": found_here()}, files)
+
+
+def described(model: nn.Module, passes: Mapping[str, type[Pass]] | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a manifest tells of an optimised model, and its tensors; for what is raised, see `save`."""
+    found = dataclasses.replace(report(model), notes=())  # of this process
     recipe = vars(model).get(RECIPE)
     if not isinstance(recipe, Recipe):
         raise SavedModelError("this model has no recipe: it was not made by this version of samopt.optimize")
     table = recipe.to_table(known_passes(passes))
-    check_target(folder)
     geometry = Geometry.of(model)
     tensors = tensors_of(model, geometry, recipe, found.steps)
-    device = next(model.parameters()).device
-    files: dict[str, Writer] = {
-        WEIGHTS: functools.partial(_write_tensors, tensors),
-        ANSWERS: functools.partial(_write_tensors, record(model)),
-    }
-    if (cache := artifacts(model)) is not None:
-        files[CACHE] = functools.partial(_write_bytes, cache)
     manifest = {
-        "made_with": machine(device),
+        "made_with": machine(next(model.parameters()).device),
         "geometry": converter().unstructure(geometry),
         "recipe_name": recipe.name,
         "recipe": table,
         "report": converter().unstructure(found),
-        "kernels": tuned(),
     }
-    write_folder(folder, manifest, files)
+    return manifest, tensors
 
 
 def known_passes(own: Mapping[str, type[Pass]] | None) -> dict[str, type[Pass]]:
@@ -100,13 +107,8 @@ def _with_tuples(facts: dict[str, Any]) -> dict[str, Any]:
     return {key: tuple(value) if isinstance(value, list) else value for key, value in facts.items()}
 
 
-def tuned() -> dict[str, Any]:
-    from samopt.passes.kernels.tuning import found_here
-
-    return found_here()
-
-
-def _write_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Writes plain tensors as safetensors."""
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)

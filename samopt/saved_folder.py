@@ -22,7 +22,7 @@ from samopt.errors import SamoptError, SavedModelError, first_line
 MANIFEST = "samopt.json"
 FORMAT = 1  # of the folder; raised when what is in it changes its meaning
 SAVING = ".saving-"  # the beginning of a folder's name while it is written
-OURS = re.compile(rf"{re.escape(MANIFEST)}|[a-z_]+-[0-9a-f]{{12}}\.(safetensors|bin)|{re.escape(SAVING)}\w+")
+OURS = re.compile(rf"{re.escape(MANIFEST)}|[a-z0-9_]+-[0-9a-f]{{12}}\.(safetensors|bin|pt2)|{re.escape(SAVING)}\w+")
 
 Writer = Callable[[Path], None]  # writes a file
 
