@@ -19,6 +19,8 @@ from samopt.errors import (
     SavedModelError,
     Unsupported,
 )
+from samopt.export import export
+from samopt.exported import load_exported
 from samopt.gate import Budget
 from samopt.graphs import Declined, GraphPass
 from samopt.load import load
@@ -62,7 +64,9 @@ __all__ = [
     "Step",
     "Unsupported",
     "clone",
+    "export",
     "load",
+    "load_exported",
     "optimize",
     "rebind",
     "report",

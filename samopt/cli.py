@@ -1,4 +1,4 @@
-"""The command line: `samopt demo`, `optimize`, `load`, `verify`, `profile`, `passes`, `recipes`, `bench`."""
+"""The command line: `samopt demo`, `optimize`, `load`, `export`, `verify`, `profile`, `passes`, `recipes`, `bench`."""
 
 from __future__ import annotations
 
@@ -159,6 +159,23 @@ def load(
     seconds = time.perf_counter() - start
     show(report(model))
     say(f"{folder}: {_gigabytes(folder)}, loaded in {seconds:.1f} s")
+
+
+@app.command()
+def export(
+    saved: Annotated[Path, typer.Argument(help="The folder of a saved model.")],
+    out: Annotated[Path, typer.Argument(help="A folder for the exported one; samopt.load_exported loads it.")],
+    batch_size: Annotated[list[int], typer.Option(min=1, help="Of the image encoder; repeatable.")] = [1],  # noqa: B006 - typer copies it
+    device: Annotated[str | None, typer.Option(help="cpu, cuda …; without it, as it was saved from.")] = None,
+) -> None:
+    """Compiles a saved model ahead of time, for this kind of processor or GPU and these versions. Takes minutes."""
+    from samopt.export import export as run
+    from samopt.load import load
+    from samopt.saved_folder import check_target
+
+    check_target(out)
+    run(load(saved, device), out, sorted(set(batch_size)))
+    say(f"{out}: the exported model, {_gigabytes(out)}; samopt.load_exported({str(out)!r}) loads it")
 
 
 @app.command()

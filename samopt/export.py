@@ -58,7 +58,7 @@ def export(
     manifest, tensors = described(model, passes)
     check_target(folder)
     plain: Any = clone(model)  # uncompiled, as PyTorch leaves copies
-    encoder, decoder = plain.image_encoder, plain.mask_decoder
+    encoder, side = plain.image_encoder, plain.image_encoder.img_size
     files: dict[str, Writer] = {
         WEIGHTS: functools.partial(
             write_tensors, {name: value for name, value in tensors.items() if not name.startswith("image_encoder.")}
@@ -66,11 +66,11 @@ def export(
         ANSWERS: functools.partial(write_tensors, record(model)),
     }
     for size in sizes:
-        pixels = torch.zeros(size, 3, encoder.img_size, encoder.img_size, device=model.device)
+        pixels = torch.zeros(size, 3, side, side, device=plain.device)
         files[ENCODER.format(size)] = functools.partial(_package, encoder, (pixels,), None)
     for name, shared in ((DECODER, False), (SHARED_DECODER, True)):
         arguments, dynamic = _decoder_arguments(plain, shared)
-        files[name] = functools.partial(_package, PredictMasks(decoder), arguments, dynamic)
+        files[name] = functools.partial(_package, PredictMasks(plain.mask_decoder), arguments, dynamic)
     write_folder(folder, {"kind": "exported", **manifest, "batch_sizes": list(sizes)}, files)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from samopt.passes.batches import fill_up
 from samopt.passes.mask_decoder import shared
 from samopt.rebind import rebind, wrap
 from samopt.rebuild import fill, without_weights
+from samopt.report import StepReport
 from samopt.save import WEIGHTS
 
 if TYPE_CHECKING:
@@ -57,13 +59,7 @@ def load_exported(folder: str | Path, *, verify: bool = False, passes: Mapping[s
     fill(model, saved.tensors(saved.read(WEIGHTS)), complete=True)
     packaged = functools.partial(predict_masks, Package(saved, DECODER), Package(saved, SHARED_DECODER))
     wrap(model.mask_decoder, "predict_masks", packaged)
-    steps = tuple(
-        dataclasses.replace(row, status="skipped", reason="compiled ahead of time")
-        if row.phase is Phase.COMPILE
-        else row
-        for row in saved.report.steps
-    )
-    report = dataclasses.replace(saved.report, steps=steps, notes=())
+    report = dataclasses.replace(saved.report, steps=tuple(map(_ahead_of_time, saved.report.steps)))
     if verify:
         report = saved.verified(model, report)
     as_optimised(model, saved.recipe, report)
@@ -71,8 +67,13 @@ def load_exported(folder: str | Path, *, verify: bool = False, passes: Mapping[s
     return model
 
 
+def _ahead_of_time(row: StepReport) -> StepReport:
+    compiled = row.phase is Phase.COMPILE and row.status == "applied"
+    return dataclasses.replace(row, status="skipped", reason="compiled ahead of time instead") if compiled else row
+
+
 class Package:
-    """One compiled package. Copies of a model share it, as it never changes; threads may call it.
+    """One compiled package. Copies of a model share it, as it never changes; threads take turns.
 
     Args:
         saved: the folder.
@@ -87,11 +88,15 @@ class Package:
             self._run = torch._inductor.aoti_load_package(str(path), device_index=index)
         except Exception as error:
             raise SavedModelError(f"{path}: PyTorch cannot load this package: {first_line(error)}") from error
-        self.device = saved.device
+        self.device, self._lock = saved.device, threading.Lock()
 
     def __call__(self, *arguments: Tensor) -> Any:
         """Runs it on tensors, of which it takes the memory as it is laid out."""
-        return self._run(*(argument.contiguous() for argument in arguments))
+        arguments = tuple(argument.contiguous() for argument in arguments)
+        # One thread at a time: PyTorch makes others wait while they hold Python's lock, which the operators of samopt's
+        # kernels, called from inside, wait for in turn.
+        with self._lock:
+            return self._run(*arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Package:
         return self
