@@ -105,6 +105,6 @@ def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in `dtype`; what is expanded (stride 0) is cast once and expanded again, not copied in full."""
     once = tensor
     for dim, stride in enumerate(tensor.stride()):
-        if stride == 0:
+        if stride == 0 and tensor.shape[dim]:
             once = once.narrow(dim, 0, 1)
     return once.to(dtype).expand(tensor.shape)

@@ -190,6 +190,23 @@ def test_a_saved_model_loads_and_is_a_recipe(run: Callable[..., Result], tmp_pat
     assert Recipe.of(tmp_path / "model").steps == Recipe.of(tmp_path / "eager.toml").steps
 
 
+def test_export_takes_a_saved_model(
+    run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def export(model: Any, folder: Path, batch_sizes: list[int]) -> None:
+        asked.extend((samopt.report(model).recipe, batch_sizes))
+        folder.mkdir()
+
+    monkeypatch.setattr(sys.modules["samopt.export"], "export", export)  # tests/test_export.py exports
+    assert run("optimize", "--recipe", "eager.toml", "--device", "cpu", "--out", "model").exit_code == 0
+    result = run("export", "model", "exported", "--batch-size", 4, "--batch-size", 1)
+    assert result.exit_code == 0, result.output
+    assert asked == ["eager", [1, 4]]
+    assert "exported: the exported model, 0.000 GB" in result.output
+
+
 def test_passes_lists_every_pass(run: Callable[..., Result]) -> None:
     result = run("passes")
     assert result.exit_code == 0
@@ -430,6 +447,7 @@ def test_what_is_written_replaces_a_file_as_a_whole(tmp_path: Path, monkeypatch:
         (("optimize", "--out", "no/model"), "no/model: there is no folder no"),
         (("optimize", "--out", "unreadable"), "unreadable holds 'photo.png' and no saved model"),
         (("optimize", "--recipe", "empty"), "empty: no saved model: it has no samopt.json"),
+        (("export", "nowhere", "out"), "nowhere: there is no such folder"),
         (("load", "nowhere"), "nowhere: there is no such folder"),
         (("optimize", "--images", "nowhere"), "nowhere: there is no such folder"),
         (("optimize", "--images", "empty"), "empty: no image in this folder"),

@@ -23,7 +23,8 @@ from samopt.saved_folder import read_manifest
 from tests.models import random_sam
 from tests.test_load import answers
 
-PASSES = [LinearPatchEmbed(), SDPAttention(), FusedMaskDecoder(), CastDtype(), Int8Dynamic(layers=("lin1",))]
+CAST = CastDtype(decoder=False)  # of whose predicted IoU, near 0 with such weights, bfloat16 would leave nothing
+PASSES = [LinearPatchEmbed(), SDPAttention(), FusedMaskDecoder(), CAST, Int8Dynamic(layers=("lin1",))]
 
 
 @pytest.fixture(scope="module")
@@ -36,18 +37,23 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sam, Path]:
     return model, folder
 
 
-def close(found: Tensor, wanted: Tensor) -> bool:
-    """Whether two answers are the same but for bfloat16's rounding in fused kernels."""
+def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> bool:
+    """Whether two answers are the same but for rounding, relative to the second."""
     assert found.shape == wanted.shape
     assert found.dtype == wanted.dtype
-    return bool((found - wanted).norm() <= 0.03 * wanted.norm())
+    return bool((found - wanted).norm() <= tolerance * wanted.norm())
+
+
+def close_in_half(found: Tensor, wanted: Tensor) -> bool:
+    """Whether they are but for rounding to bfloat16, which fused kernels do less often."""
+    return close(found, wanted, 0.03)
 
 
 def test_it_answers_as_the_model(exported: tuple[Sam, Path]) -> None:
     model, folder = exported
     loaded = load_exported(folder, verify=True)
     assert isinstance(loaded, Sam)
-    assert all(map(close, answers(loaded), answers(model)))
+    assert all(map(close_in_half, answers(loaded), answers(model)))
     (note,) = samopt.report(loaded).notes
     assert note.startswith("verified against its answers when it was saved: embedding error")
     assert [step.status for step in samopt.report(loaded).steps] == ["applied"] * len(PASSES)
@@ -66,9 +72,9 @@ def test_any_number_of_images(exported: tuple[Sam, Path]) -> None:
     loaded = load_exported(folder)
     pixels = torch.rand(5, 3, 64, 64)
     for count in (1, 2, 5):
-        assert close(loaded.image_encoder(pixels[:count]), model.image_encoder(pixels[:count]))
+        assert close_in_half(loaded.image_encoder(pixels[:count]), model.image_encoder(pixels[:count]))
     strided = pixels.permute(0, 1, 3, 2)
-    assert close(loaded.image_encoder(strided), model.image_encoder(strided))
+    assert close_in_half(loaded.image_encoder(strided), model.image_encoder(strided))
     for wrong in (pixels[0], pixels[:, :, :32], pixels[:0]):
         with pytest.raises(InvalidInput, match=r"the exported image encoder takes \[B, 3, 64, 64\], not"):
             loaded.image_encoder(wrong)

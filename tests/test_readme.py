@@ -72,6 +72,13 @@ def test_a_worker(
     assert len([line for line in worker.splitlines() if line]) <= 20
 
 
+def test_an_exported_model(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    monkeypatch.setattr(samopt, "load_exported", loaded.append)  # tests/test_export.py loads one
+    exec(block("python", "load_exported"), names)
+    assert loaded == ["exported_sam"]
+
+
 def test_many_pictures_and_prompts(names: dict[str, Any]) -> None:
     names["fast"] = names["sam"]
     exec(block("python", "BatchPredictor"), names)

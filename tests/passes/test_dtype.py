@@ -183,6 +183,14 @@ def test_prompt_coordinates_keep_their_precision() -> None:
     assert not torch.equal(one, other)
 
 
+def test_no_prompts_at_all() -> None:
+    sam = random_sam()
+    CastDtype()(sam)
+    prompts = sam.prompt_encoder(None, torch.zeros(0, 4), None)
+    masks, iou = sam.mask_decoder(torch.randn(1, 64, 4, 4), sam.prompt_encoder.get_dense_pe(), *prompts, True)
+    assert (masks.shape, iou.shape) == ((0, 3, 16, 16), (0, 3))
+
+
 def test_predictor_keeps_float32_features() -> None:
     sam = random_sam()
     CastDtype()(sam)

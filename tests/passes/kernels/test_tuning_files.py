@@ -50,6 +50,23 @@ def test_a_new_process_reads_what_was_found(tuner: Tuner, cache: Path) -> None:
     assert tuner.runs == []
 
 
+def test_what_came_with_a_saved_model_is_used(tuner: Tuner, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_offered", {})
+    assert tuner.chosen(tuner.problem(*TWO)) == 1
+    found = json.loads(json.dumps(tuning.found_here()))
+    assert found == {key_of(tuner): SECOND}
+    tuner.forget()
+    cache.unlink()
+    tuning.offer(found)
+    assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert tuner.runs == []
+    tuner.forget()
+    tuning.offer({key_of(tuner): {**SECOND, "num_warps": 64}})
+    with pytest.warns(UserWarning, match=r"a saved model: what it has for .* is ignored, as it is no candidate"):
+        assert tuner.chosen(tuner.problem(*TWO)) == 1
+    assert tuner.runs != []
+
+
 def test_it_tunes_anew_where_something_else_is_asked_for(tuner: Tuner, cache: Path) -> None:
     tuning.choose(tuner.problem())
     for other in (
