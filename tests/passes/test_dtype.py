@@ -11,7 +11,7 @@ from segment_anything.utils.onnx import SamOnnxModel
 from torch import Tensor, nn
 
 from samopt import InvalidInput, NoSites, clone
-from samopt.passes import CastDtype, HoistRelPos, LinearPatchEmbed, SDPAttention
+from samopt.passes import CastDtype, FusedMaskDecoder, HoistRelPos, LinearPatchEmbed, SDPAttention
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, relative_error
 
@@ -184,7 +184,9 @@ def test_prompt_coordinates_keep_their_precision() -> None:
 
 
 def test_no_prompts_at_all() -> None:
+    """Meta's own decoder refuses them; the fused one does not."""
     sam = random_sam()
+    FusedMaskDecoder()(sam)
     CastDtype()(sam)
     prompts = sam.prompt_encoder(None, torch.zeros(0, 4), None)
     masks, iou = sam.mask_decoder(torch.randn(1, 64, 4, 4), sam.prompt_encoder.get_dense_pe(), *prompts, True)
