@@ -147,7 +147,9 @@ class Compile(Pass):
 
     def _inductor_options(self) -> dict[str, Any]:
         # Graphs of TorchInductor's own, which the environment may ask for, would overwrite features kept by the caller.
-        options: dict[str, Any] = {"triton.cudagraphs": False}
+        # What would pad is the product with the 4 weights of masks: timed while compiling, for some numbers of prompts,
+        # and so guarded, with a compilation more for others.
+        options: dict[str, Any] = {"triton.cudagraphs": False, "shape_padding": False}
         if self.mode == "max-autotune":
             options |= torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
         return options

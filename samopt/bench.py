@@ -95,7 +95,7 @@ class Bench:
             device=str(device),
             image_tflop=encoder_tflop(self._sam.image_encoder),
             matmul_tflops=matmul_tflops(device),
-            versions=_versions(device, peers),
+            versions=versions_of(device, peers),
             weights=model.weights,
             pictures=_described(samples),
             masks=_why_no_masks(model) if whole and not self._measures_masks else "",
@@ -241,7 +241,7 @@ def _why_no_masks(model: BenchModel) -> str:
     return "not measured, no pictures"
 
 
-def _versions(device: torch.device, peers: Sequence[Peer]) -> dict[str, str]:
+def versions_of(device: torch.device, peers: Sequence[Peer]) -> dict[str, str]:
     found = {"samopt": version("samopt"), "system": platform.platform()}
     found |= {"python": platform.python_version(), "torch": str(torch.__version__)}
     if device.type == "cuda":

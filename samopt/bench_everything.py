@@ -7,9 +7,7 @@ does in between is in its time.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import gc
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -20,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from samopt.automatic_mask_generator import AutomaticMaskGenerator
+from samopt.bench_build import free
 from samopt.crops import unit_grid
 from samopt.masks import Mask
 from samopt.optimize import optimize
@@ -28,6 +27,7 @@ from samopt.samples import Sample
 from samopt.timing import cpu_seconds
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from segment_anything.modeling import Sam
 
 PROMPT_SIDE = 8  # 64 points, as Meta's generator decodes together
@@ -77,22 +77,17 @@ class CallsBench:
         """The unmodified model's figures, then each recipe's, applied without measuring accuracy."""
         from segment_anything import SamAutomaticMaskGenerator
 
-        with _quiet():
-            base, masks = self._row("unmodified", self._sam, SamAutomaticMaskGenerator, None)
+        base, masks = self._row("unmodified", self._sam, SamAutomaticMaskGenerator, None)
         yield base
         for recipe in recipes:
             model = optimize(copy.deepcopy(self._sam), recipe, inplace=True, verify="off", batch_size=1)
             yield self._row(recipe.name, model, AutomaticMaskGenerator, (base, masks))[0]
-            del model
 
     def _row(
         self, what: str, model: Any, kind: Callable[..., Any], base: tuple[Calls, list[list[Mask]]] | None
     ) -> tuple[Calls, list[list[Mask]]]:
         cuda = model.device.type == "cuda"
-        torch._dynamo.reset()
-        gc.collect()
-        if cuda:
-            torch.cuda.empty_cache()
+        free()
         generate = kind(model, **self._settings).generate
         first = cpu_seconds(lambda: generate(self._samples[0].image))
         masks = [[record["segmentation"] for record in generate(sample.image)] for sample in self._samples]
@@ -143,18 +138,16 @@ class CallsBench:
 def matched_iou(expected: Sequence[Sequence[Mask]], found: Sequence[Sequence[Mask]]) -> float | None:
     """Mean IoU of expected masks and those found in the same picture, matched one to one for the highest sum.
 
-    A mask without a partner counts as 0. None where no mask is expected.
+    Masks without a partner do not count: that there are more or fewer of them the numbers of masks tell. None where
+    there are no pairs.
     """
     from scipy.optimize import linear_sum_assignment
 
     ious: list[float] = []
     for wanted, given in zip(expected, found, strict=True):
-        best = np.zeros(len(wanted))
         if wanted and given:
             table = pairwise_iou(wanted, given)
-            rows, columns = linear_sum_assignment(table, maximize=True)
-            best[rows] = table[rows, columns]
-        ious += best.tolist()
+            ious += table[linear_sum_assignment(table, maximize=True)].tolist()
     return statistics.fmean(ious) if ious else None
 
 
@@ -165,10 +158,31 @@ def pairwise_iou(first: Sequence[Mask], second: Sequence[Mask]) -> NDArray[np.fl
     return (common / np.maximum(one.sum(1)[:, None] + other.sum(1)[None] - common, 1)).astype(np.float64)
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warning that Meta's call of torch.meshgrid or NMS may give on newer versions of PyTorch."""
-    yield
+COLUMNS = {  # of the table: title, and how the figure is written
+    "everything_ms": ("everything ms", "{:.1f}"),
+    "everything_ratio": ("ratio", "{:.1f}x"),
+    "records": ("masks", "{}"),
+    "matched_iou": ("matched IoU", "{:.4f}"),
+    "predict_ms": ("64 points ms", "{:.2f}"),
+    "predict_ratio": ("ratio", "{:.1f}x"),
+    "peak_gib": ("peak GiB", "{:.2f}"),
+    "first_seconds": ("first call s", "{:.1f}"),
+}
+
+
+def table(title: str, rows: Sequence[Calls]) -> Table:
+    """The rows, for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title=Text(title, style="table.title"), title_justify="left")
+    shown.add_column("what")
+    for heading, _ in COLUMNS.values():
+        shown.add_column(heading, justify="right")
+    for row in rows:
+        values = ((form, getattr(row, name)) for name, (_, form) in COLUMNS.items())
+        shown.add_row(Text(row.what), *("-" if value is None else form.format(value) for form, value in values))
+    return shown
 
 
 def to_dict(rows: Sequence[Calls]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command line: `samopt bench encoder`, `waterfall`, `compare`."""
+"""The command line: `samopt bench encoder`, `waterfall`, `everything`, `compare`."""
 
 from __future__ import annotations
 
@@ -139,6 +139,50 @@ def waterfall(
         peer_batch_sizes=peer_batch_size,
     )
     _run_bench(run, rows, json_out, csv_out)
+
+
+@bench.command()
+def everything(
+    checkpoint: Checkpoint = None,
+    model_type: Annotated[
+        str | None, typer.Option(help="vit_b, vit_l or vit_h; without --checkpoint its weights are random.")
+    ] = None,
+    recipe: Annotated[list[str], typer.Option(help="A built-in recipe or a TOML file; repeatable.")] = ["max"],  # noqa: B006
+    images: Images = None,
+    limit: ImageLimit = None,
+    points_per_side: Annotated[int, typer.Option(min=1, help="As in SamAutomaticMaskGenerator.")] = 32,
+    pred_iou_thresh: Annotated[float, typer.Option(help="Likewise.")] = 0.88,
+    stability_score_thresh: Annotated[float, typer.Option(help="Likewise.")] = 0.95,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls for each picture.")] = 3,
+    seed: Seed = 0,
+    json_out: JsonRows = None,
+    device: Device = "auto",
+) -> None:
+    """Times every mask of a picture, and 64 points at once: the unmodified model, by Meta's classes, and recipes."""
+    from samopt.bench import versions_of
+    from samopt.bench_everything import CallsBench, table, to_dict
+    from samopt.bench_model import bench_model
+    from samopt.bench_plan import verified
+    from samopt.recipe import Recipe
+
+    if json_out is not None:
+        check_writable(json_out)
+    target, samples = pick_device(device), read_samples(images, None, limit)
+    model = bench_model(model_type, checkpoint, seed)
+    found = [verified(Recipe.of(name), target, model) for name in dict.fromkeys(recipe)]
+    settings = {
+        "points_per_side": points_per_side,
+        "pred_iou_thresh": pred_iou_thresh,
+        "stability_score_thresh": stability_score_thresh,
+    }
+    rows = []
+    for row in CallsBench(model.sam.to(target), samples, repeats, **settings).rows([each.stood for each in found]):
+        rows.append(row)
+        say(f"{row.what}: {row.everything_ms:.1f} ms a picture, {row.predict_ms:.2f} ms for 64 points")
+        if json_out is not None:  # after every row, as the next one may take minutes, or be the end
+            about = {"model": model.name, "weights": model.weights, "command": _command(), **settings}
+            write_json(json_out, {**about, "versions": versions_of(target, ()), "rows": to_dict(rows)})
+    show(table(f"{model.name}, {len(samples)} pictures, {points_per_side}x{points_per_side} points", rows))
 
 
 @bench.command()
