@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from samopt.crops import Box, crop_boxes, unit_grid
+from samopt.encoding import encode
 from samopt.errors import InvalidInput
 from samopt.mask_search import Room, Search, Thresholds, View, to_host
 from samopt.masks import area_of, changes_of, coco_rle, drop_islands, fill_holes, mask_of, run_lengths
 from samopt.memory import images_at_once, memory_budget
 from samopt.observe import check_size
-from samopt.preprocess import encoder_input
 from samopt.prompts import box_of
 from samopt.samples import Sample
 from samopt.structure import check_sam
@@ -67,6 +67,8 @@ class AutomaticMaskGenerator:
         point_grids: per layer, points (x, y) from 0 to 1, float [N, 2]; instead of `points_per_side`.
         min_mask_region_area: holes and islands of fewer pixels are removed from masks; 0 leaves them.
         output_mode: "binary_mask", "uncompressed_rle", or "coco_rle", which needs pycocotools.
+        views_per_batch: images, and crops of them, encoded together, in batches filled up to that many; None for up
+            to 8, as fit into memory, and batches of any size.
 
     Raises:
         InvalidInput: an argument that cannot be used; `model` is no Sam.
@@ -88,10 +90,12 @@ class AutomaticMaskGenerator:
         point_grids: Sequence[NDArray[np.floating]] | None = None,
         min_mask_region_area: int = 0,
         output_mode: str = "binary_mask",
+        views_per_batch: int | None = None,
     ) -> None:
         check_sam(model)
-        if points_per_batch is not None:
-            _check_at_least("points_per_batch", points_per_batch, 1)
+        for name, value in (("points_per_batch", points_per_batch), ("views_per_batch", views_per_batch)):
+            if value is not None:
+                _check_at_least(name, value, 1)
         _check_at_least("crop_n_layers", crop_n_layers, 0)
         if not 0 <= crop_overlap_ratio <= 1:
             raise InvalidInput(f"crop_overlap_ratio is {crop_overlap_ratio}; it must be from 0 to 1")
@@ -107,7 +111,7 @@ class AutomaticMaskGenerator:
             self.point_grids = _checked_grids(point_grids or (), crop_n_layers)
         # As any Sam: what `check_sam` cannot say of attributes, typing cannot either.
         self.model = cast(Any, model)
-        self.points_per_batch = points_per_batch
+        self.points_per_batch, self.views_per_batch = points_per_batch, views_per_batch
         self.thresholds = Thresholds(pred_iou_thresh, stability_score_thresh, stability_score_offset, box_nms_thresh)
         self.crop_n_layers = crop_n_layers
         self.crop_nms_thresh = crop_nms_thresh
@@ -178,25 +182,23 @@ class AutomaticMaskGenerator:
             yield View(index, image[y0:y1, x0:x1], box, self.point_grids[layer] * np.array([x1 - x0, y1 - y0]))
 
     def _searches(self, views: list[View], samples: list[Sample], transform: Any) -> Iterator[Search]:
-        """Encodes the views, as many at once as memory allows."""
-        together = images_at_once(self.model, memory_budget(self.model.device))
-        for start in range(0, len(views), together):
-            group = views[start : start + together]
-            pictures = [np.ascontiguousarray(self._in_the_models_order(view.pixels)) for view in group]
-            inputs = [encoder_input(self.model, torch.from_numpy(picture)) for picture in pictures]
-            features = self.model.image_encoder(torch.cat([pixels for pixels, _ in inputs]))
-            for view, feature, (_, seen) in zip(group, features, inputs, strict=True):
-                yield Search(
-                    self.model,
-                    view,
-                    features=feature[None],
-                    prompts=_to_device(transform.apply_coords(view.points, view.size), self.model.device),
-                    input_size=seen,
-                    image_size=samples[view.image].image.shape[:2],
-                    thresholds=self.thresholds,
-                    points_per_batch=self.points_per_batch,
-                    budget=memory_budget(self.model.device),
-                )
+        """Encodes the views, as many at once as memory allows or as is asked."""
+        together = self.views_per_batch or images_at_once(self.model, memory_budget(self.model.device))
+        ordered = (np.ascontiguousarray(self._in_the_models_order(view.pixels)) for view in views)
+        pictures = map(torch.from_numpy, ordered)
+        encoded = encode(self.model, pictures, together, fill=self.views_per_batch is not None)
+        for view, (features, seen) in zip(views, encoded, strict=True):
+            yield Search(
+                self.model,
+                view,
+                features=features[None],
+                prompts=_to_device(transform.apply_coords(view.points, view.size), self.model.device),
+                input_size=seen,
+                image_size=samples[view.image].image.shape[:2],
+                thresholds=self.thresholds,
+                points_per_batch=self.points_per_batch,
+                budget=memory_budget(self.model.device),
+            )
 
     def _masks(self, searches: list[Search]) -> list[_Found]:
         """The masks of the views of one image, brought to the host together."""

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from samopt.base import APPLIED
+from samopt.encoding import encode
 from samopt.errors import InvalidInput
 from samopt.images import as_rgb
 from samopt.memory import images_at_once, masks_at_once, memory_budget, prompts_at_once
-from samopt.preprocess import encoder_input
 from samopt.structure import check_sam
 
 
@@ -101,17 +101,19 @@ class BatchPredictor:
     Args:
         model: a Sam, unmodified or optimised.
         batch_size: pictures to encode together; None takes up to 8, as many as fit into free memory.
+        prompts_per_batch: prompts to decode together; None takes up to 256, as many as fit into free memory.
 
     Raises:
         InvalidInput: no Sam, or a batch size below 1.
     """
 
-    def __init__(self, model: nn.Module, batch_size: int | None = None) -> None:
+    def __init__(self, model: nn.Module, batch_size: int | None = None, prompts_per_batch: int | None = None) -> None:
         check_sam(model)
-        if batch_size is not None and batch_size < 1:
-            raise InvalidInput(f"batch_size must be at least 1, not {batch_size}")
+        for name, size in (("batch_size", batch_size), ("prompts_per_batch", prompts_per_batch)):
+            if size is not None and size < 1:
+                raise InvalidInput(f"{name} must be at least 1, not {size}")
         self.model: Any = model
-        self.batch_size = batch_size
+        self.batch_size, self.prompts_per_batch = batch_size, prompts_per_batch
         self._embeddings: list[Embedding] = []
 
     @property
@@ -131,14 +133,11 @@ class BatchPredictor:
         """
         pictures = [as_rgb(image, f"image {index}") for index, image in enumerate(images)]
         at_once = self.batch_size or images_at_once(self.model, memory_budget(self.model.device))
-        embeddings: list[Embedding] = []
-        for start in range(0, len(pictures), at_once):
-            batch = pictures[start : start + at_once]
-            inputs = [encoder_input(self.model, picture) for picture in batch]
-            features = self.model.image_encoder(torch.cat([pixels for pixels, _ in inputs]))
-            for picture, (_, size), feature in zip(batch, inputs, features, strict=True):
-                embeddings.append(Embedding(feature, (picture.shape[0], picture.shape[1]), size))
-        self._embeddings = embeddings
+        encoded = encode(self.model, pictures, at_once)
+        self._embeddings = [
+            Embedding(features, (picture.shape[0], picture.shape[1]), size)
+            for picture, (features, size) in zip(pictures, encoded, strict=True)
+        ]
 
     def set_embeddings(self, embeddings: Sequence[Embedding]) -> None:
         """Puts back what `embeddings` gave, of this model, from any device.
@@ -174,6 +173,36 @@ class BatchPredictor:
             InvalidInput: not as many as there are pictures, or prompts of another form; picture and prompt are named.
         """
         embeddings = self._embeddings  # another thread may set other pictures meanwhile
+        return [
+            self._answer(embedding, logits, iou)
+            for embedding, (logits, iou) in zip(
+                embeddings, self._logits(embeddings, prompts, multimask_output), strict=True
+            )
+        ]
+
+    @torch.no_grad()
+    def predict_logits(
+        self, prompts: Sequence[Prompts | Sequence[Prompts] | None], multimask_output: bool = True
+    ) -> list[tuple[Tensor, Tensor]]:
+        """What `predict` answers before masks are upscaled, which takes most of its memory.
+
+        Args:
+            prompts: as for `predict`, and `multimask_output` likewise.
+
+        Returns:
+            For each picture `low_res_masks` and `iou_predictions` of its `BatchAnswer`.
+
+        Raises:
+            InvalidInput: as `predict`.
+        """
+        return self._logits(self._embeddings, prompts, multimask_output)
+
+    def _logits(
+        self,
+        embeddings: Sequence[Embedding],
+        prompts: Sequence[Prompts | Sequence[Prompts] | None],
+        multimask_output: bool,
+    ) -> list[tuple[Tensor, Tensor]]:
         if len(prompts) != len(embeddings):
             raise InvalidInput(f"there are prompts for {len(prompts)} pictures, and {len(embeddings)} pictures are set")
         groups = [
@@ -185,9 +214,14 @@ class BatchPredictor:
         for _, alike in itertools.groupby(sorted(groups, key=lambda g: g.form), key=lambda g: g.form):
             for batch in self._batches(list(alike)):
                 self._decode(batch, embeddings, multimask_output, low_res)
+        channels = 3 if multimask_output else 1
+        none = (
+            torch.empty(0, channels, *self.model.prompt_encoder.mask_input_size, device=self.model.device),
+            torch.empty(0, channels, device=self.model.device),
+        )
+        in_order = ([found[first] for first in sorted(found)] or [none] for found in low_res)
         return [
-            self._answer(embedding, [found[first] for first in sorted(found)], multimask_output)
-            for embedding, found in zip(embeddings, low_res, strict=True)
+            (torch.cat([logits for logits, _ in parts]), torch.cat([iou for _, iou in parts])) for parts in in_order
         ]
 
     def _groups(self, index: int, embedding: Embedding, asked: Prompts | Sequence[Prompts] | None) -> Iterator[_Group]:
@@ -216,7 +250,7 @@ class BatchPredictor:
     def _batches(self, groups: list[_Group]) -> Iterator[list[_Group]]:
         """Prompts of one form in batches that fit into memory; of one picture each where the decoder takes no more."""
         count = sum(group.count for group in groups)
-        at_once = prompts_at_once(self.model, memory_budget(self.model.device), count)
+        at_once = self.prompts_per_batch or prompts_at_once(self.model, memory_budget(self.model.device), count)
         several = "FusedMaskDecoder" in vars(self.model.mask_decoder).get(APPLIED, ())
         batch: list[_Group] = []
         held = 0
@@ -261,18 +295,11 @@ class BatchPredictor:
         for group, logits, predicted in zip(batch, masks.split(sizes), iou.split(sizes), strict=True):
             found[group.picture][group.first] = logits, predicted
 
-    def _answer(
-        self, embedding: Embedding, found: Sequence[tuple[Tensor, Tensor]], multimask_output: bool
-    ) -> BatchAnswer:
-        size = embedding.original_size
-        if not found:
-            channels = 3 if multimask_output else 1
-            low_res = embedding.features.new_empty(0, channels, *self.model.prompt_encoder.mask_input_size)
-            return BatchAnswer(
-                low_res.new_empty(0, channels, *size, dtype=torch.bool), low_res.new_empty(0, channels), low_res
-            )
-        low_res, iou = (torch.cat(parts) for parts in zip(*found, strict=True))
-        at_once = max(1, masks_at_once(self.model, memory_budget(low_res.device), size) // low_res.shape[1])
+    def _answer(self, embedding: Embedding, low_res: Tensor, iou: Tensor) -> BatchAnswer:
+        size, channels = embedding.original_size, low_res.shape[1]
+        if not len(low_res):  # which PyTorch's interpolation refuses
+            return BatchAnswer(low_res.new_empty(0, channels, *size, dtype=torch.bool), iou, low_res)
+        at_once = max(1, masks_at_once(self.model, memory_budget(low_res.device), size) // channels)
         masks = [
             self.model.postprocess_masks(part, embedding.input_size, size) > self.model.mask_threshold
             for part in low_res.split(at_once)

@@ -48,17 +48,40 @@ def encoder_input(model: nn.Module, image: Tensor) -> tuple[Tensor, tuple[int, i
     Raises:
         InvalidInput: not such an image, or too narrow a one.
     """
-    from segment_anything.utils.transforms import ResizeLongestSide
-
     sam: Any = model
     batch = _batch(image)
-    if vars(model).get(ATTRIBUTE) == DEVICE:
+    if resizes_on_device(model):
         return preprocess(batch.to(sam.device), sam.image_encoder.img_size, sam.pixel_mean, sam.pixel_std)
-    _, height, width, _ = batch.shape
-    size = resized_shape(height, width, sam.image_encoder.img_size)
-    transform = ResizeLongestSide(sam.image_encoder.img_size)
-    resized = [torch.from_numpy(transform.apply_image(picture)) for picture in batch.cpu().numpy()]
-    return sam.preprocess(torch.stack(resized).to(sam.device).permute(0, 3, 1, 2).contiguous()), size
+    resized = torch.stack([resize_on_host(model, picture) for picture in batch.cpu()])
+    size = resized.shape[1], resized.shape[2]
+    return sam.preprocess(resized.to(sam.device).permute(0, 3, 1, 2).contiguous()), size
+
+
+def resizes_on_device(model: nn.Module) -> bool:
+    """Whether `DevicePreprocess` was applied to a model."""
+    return bool(vars(model).get(ATTRIBUTE) == DEVICE)
+
+
+def resize_on_host(model: nn.Module, image: Tensor) -> Tensor:
+    """What the host does of `encoder_input`, ahead of it; `encoder_input` takes the result like the image.
+
+    Args:
+        model: a Sam.
+        image: RGB uint8 [H, W, 3], on the CPU.
+
+    Returns:
+        The image, its longest side as long as the model takes it; as it is where the model's device is to resize it.
+
+    Raises:
+        InvalidInput: too narrow an image.
+    """
+    from segment_anything.utils.transforms import ResizeLongestSide
+
+    encoder: Any = model.image_encoder
+    size = image.shape[0], image.shape[1]
+    if resizes_on_device(model) or size == resized_shape(*size, encoder.img_size):
+        return image
+    return torch.from_numpy(ResizeLongestSide(encoder.img_size).apply_image(image.numpy()))
 
 
 @torch.no_grad()
