@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, refuse_compiled
 from samopt.errors import AccuracyError, AlreadyApplied, InvalidInput, SamoptError, Unsupported, first_line
+from samopt.fingerprint import fingerprint, weights_digest
 from samopt.gate import failure
 from samopt.observe import Outputs, observe
 from samopt.progress import Progress
@@ -111,6 +112,7 @@ class _Run:
         self.device = next(model.parameters()).device
         self.batch_size = batch_size or (1 if self.device.type == "cpu" else 8)
         self.budget = recipe.accuracy
+        self.model_digest = fingerprint(model)
         self.steps: list[StepReport] = []
         self.reference: Reference | None = None
         self.baseline: Agreement | None = None
@@ -261,8 +263,17 @@ class _Run:
     def report(self) -> Report:
         """What became of the entries so far."""
         samples = () if self.reference is None else tuple(sample.name for sample in self.reference.samples)
-        model, device = describe(self.model), str(self.device)
-        return Report(self.recipe.name, model, samples, device, self.baseline, tuple(self.steps), versions())
+        return Report(
+            self.recipe.name,
+            describe(self.model),
+            samples,
+            str(self.device),
+            self.baseline,
+            tuple(self.steps),
+            versions(),
+            model_digest=self.model_digest,
+            result_digest=weights_digest(self.model),
+        )
 
 
 @contextmanager

@@ -90,6 +90,8 @@ class Report:
         steps: what became of each entry.
         versions: of Python and the libraries the figures depend on.
         notes: what has changed since, such as a copy that lost its compilation, or a machine that it was loaded on.
+        model_digest: a checksum of the unmodified model's weights; see `samopt.fingerprint`.
+        result_digest: likewise, of the weights after all passes.
     """
 
     recipe: str
@@ -100,12 +102,16 @@ class Report:
     steps: tuple[StepReport, ...]
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    model_digest: str = ""
+    result_digest: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report, for JSON."""
         return {
             "recipe": self.recipe,
             "model": self.model,
+            "model_digest": self.model_digest,
+            "result_digest": self.result_digest,
             "samples": list(self.samples),
             "device": self.device,
             "versions": self.versions,
