@@ -21,6 +21,7 @@ from samopt.errors import (
 )
 from samopt.export import export
 from samopt.exported import load_exported
+from samopt.folders import embed, load_embedding, segment
 from samopt.gate import Budget
 from samopt.graphs import Declined, GraphPass
 from samopt.load import load
@@ -64,12 +65,15 @@ __all__ = [
     "Step",
     "Unsupported",
     "clone",
+    "embed",
     "export",
     "load",
+    "load_embedding",
     "load_exported",
     "optimize",
     "rebind",
     "report",
     "save",
+    "segment",
     "verify",
 ]

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from samopt import cli_folders
 from samopt.cli_bench import bench
 from samopt.cli_common import (
     BatchSize,
@@ -45,6 +46,8 @@ class _Commands(TyperGroup):
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False)
 app.add_typer(bench, name="bench")
+app.command()(cli_folders.segment)
+app.command()(cli_folders.embed)
 
 Out = Annotated[Path | None, typer.Option(help="A folder to save the model to; samopt.load loads it.")]
 
