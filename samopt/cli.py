@@ -1,4 +1,4 @@
-"""The command line: `samopt demo`, `optimize`, `load`, `export`, `verify`, `profile`, `passes`, `recipes`, `bench`."""
+"""The command line: what each command does is in its help."""
 
 from __future__ import annotations
 

@@ -14,7 +14,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-HEAVY = ("PIL", "matplotlib", "rich", "segment_anything", "torchao", "torchvision", "triton", "typer")
+HEAVY = (
+    "PIL",
+    "matplotlib",
+    "pyarrow",
+    "pycocotools",
+    "ray",
+    "rich",
+    "segment_anything",
+    "torchao",
+    "torchvision",
+    "triton",
+    "typer",
+)
 
 
 @pytest.fixture(scope="module")

@@ -97,3 +97,24 @@ def test_the_time_left_is_estimated_from_the_steps_done(monkeypatch: pytest.Monk
         progress.step("four")
         progress.step()
         assert progress.left == ""
+
+
+def test_many_alike_are_counted_with_their_pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = as_terminal(monkeypatch)
+    with Progress(40, unit="img") as progress:
+        progress.name("segment [all]")
+        for _ in range(3):
+            progress.advance(8)
+        progress.say("a line above [the bar]")
+    written = terminal.getvalue()
+    assert "segment [all]" in written
+    assert "24/40" in written
+    assert "img/s" in written
+    assert "a line above [the bar]" in written
+
+
+def test_a_line_is_said_without_a_terminal_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(1, unit="img") as progress:
+        progress.advance(1)
+        progress.say("a line")
+    assert capsys.readouterr().err == "a line\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from segment_anything import SamPredictor
 from segment_anything.modeling import Sam
 
 import samopt
@@ -85,6 +87,16 @@ def test_many_pictures_and_prompts(names: dict[str, Any]) -> None:
     assert [len(answer.masks) for answer in names["answers"]] == [2, 0, 2]
     names["predictor"].set_embeddings(names["kept"][2:])
     assert names["predictor"].predict([names["again"]])[0].masks.shape == (1, 3, 64, 64)
+
+
+def test_folders_of_images(names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("photos").mkdir()
+    Image.fromarray(names["image"]).save("photos/a.jpg")
+    Path("quick.toml").write_text('[accuracy]\nmasks = false\n[[pass]]\nname = "rel_pos"\n')
+    snippet = block("python", "samopt.segment").replace('"fast"', '"quick.toml"')
+    exec(snippet, {**names, "SamPredictor": SamPredictor})
+    assert json.loads(Path("masks/summary.json").read_text())["done"] == 1
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="fake CUDA tensors need a build of torch with CUDA")

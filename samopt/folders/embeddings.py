@@ -57,13 +57,10 @@ def write_embeddings(path: Path, records: Sequence[EmbeddingRecord], notes: dict
     }
     if rows:
         tensors["features"] = torch.stack([record.features for record in rows if record.features is not None])
-    metadata = {
-        "images": json.dumps([printable(record.path) for record in rows]),
-        "model": notes["model"],
-        "samopt": json.dumps(notes),
-    }
+    # One entry, as safetensors writes several in any order, and the same shard is to be the same bits.
+    metadata = json.dumps({**notes, "paths": [printable(record.path) for record in rows]})
     with written_whole(path) as part:
-        save_file(tensors, part, metadata)
+        save_file(tensors, part, {"samopt": metadata})
 
 
 def read_notes(path: Path) -> dict[str, Any]:
@@ -114,11 +111,10 @@ def _read(folder: Path, image: str) -> Embedding:
     if not file_path.exists():
         raise InvalidInput(f"{folder}: {image} is not embedded yet; run samopt embed once more")
     with safe_open(file_path, framework="pt") as file:
-        metadata = file.metadata()
-        names = json.loads(metadata["images"])
+        notes = json.loads(file.metadata()["samopt"])
+        names = notes["paths"]
         if printable(path) not in names:
-            failed = json.loads(metadata["samopt"])["failed"]
-            reason = next((entry["error"] for entry in failed if entry["image"] == printable(path)), "unknown")
+            reason = next(entry["error"] for entry in notes["failed"] if entry["image"] == printable(path))
             raise InvalidInput(f"{folder}: {image} could not be embedded: {reason}")
         row = names.index(printable(path))
         sizes = [tuple(file.get_slice(name)[row].tolist()) for name in ("original_sizes", "input_sizes")]

@@ -127,7 +127,7 @@ def _connected(address: str | None) -> Iterator[None]:
     ours = not ray.is_initialized()
     if ours:
         try:
-            alone = {} if address or "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
+            alone: dict[str, Any] = {} if address or "RAY_ADDRESS" in os.environ else {"include_dashboard": False}
             ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **alone)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InvalidInput(f"Ray cannot be reached at {address!r}: {first_line(error)}") from error

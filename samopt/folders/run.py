@@ -168,12 +168,12 @@ def _run(
         if settings[name] is not None and settings[name] < 1:
             raise InvalidInput(f"{name} must be at least 1, not {settings[name]}")
     plan.check()
-    images = list_images([inputs] if isinstance(inputs, (str, Path)) else inputs, leave_out=out)
-    if plan.prompts is not None:  # a mistake in them is told before minutes of work, not after
-        assign(read_prompts(plan.prompts), images, plan.prompts)
     before = read_settings(out)
     if before is None:
         check_free(out)
+    images = list_images([inputs] if isinstance(inputs, (str, Path)) else inputs, leave_out=out)
+    if plan.prompts is not None:  # a mistake in them is told before minutes of work, not after
+        assign(read_prompts(plan.prompts), images, plan.prompts)
     with locked(out), warnings.catch_warnings():
         # What PIL warns of is an error here, and recorded as one.
         warnings.filterwarnings("ignore", category=_bomb_warning())
