@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,7 +14,7 @@ from torch import nn
 from samopt.errors import InvalidInput
 from samopt.folders.job import Job, Shard
 from samopt.folders.pipeline import Pipeline
-from samopt.folders.prompts_file import assign, read_prompts
+from samopt.folders.prompts_file import Ask, assign, read_prompts
 from samopt.folders.tasks import Embeddings, EveryMask, PromptedMasks
 from samopt.folders.worker import Task, Worker
 
@@ -45,14 +45,17 @@ class Plan:
             raise InvalidInput("the engine ray needs Ray, which is not installed: pip install 'samopt[ray]'")
 
 
-def make_task(model: nn.Module, settings: dict[str, Any], plan: Plan, images: Sequence[str]) -> Task:
-    """The task that settings ask for; the `images` are those that prompts may be for."""
+def asks_of(plan: Plan, images: Iterable[str]) -> dict[str, list[Ask]] | None:
+    """The prompts of a plan, by the paths of images; None where it has no file of them."""
+    return None if plan.prompts is None else assign(read_prompts(plan.prompts), images, plan.prompts)
+
+
+def make_task(model: nn.Module, settings: dict[str, Any], asks: dict[str, list[Ask]] | None) -> Task:
+    """The task that settings ask for, and prompts where it is theirs."""
     options = settings["options"]
     if settings["task"] == "embed":
         return Embeddings(model, getattr(torch, options["dtype"]))
-    if plan.prompts is None:
-        return EveryMask(model, options)
-    return PromptedMasks(model, assign(read_prompts(plan.prompts), images, plan.prompts), options["multimask"])
+    return EveryMask(model, options) if asks is None else PromptedMasks(model, asks, options["multimask"])
 
 
 def make_pipeline(model: nn.Module, task: Task, settings: dict[str, Any], readers: int | None = None) -> Pipeline:
@@ -69,6 +72,8 @@ def run_local(
     shards: Iterable[Shard],
     stopped: Callable[[], bool],
     tell: Callable[[int], None],
-) -> None:
-    """Works on shards in this process."""
-    make_pipeline(model, task, job.settings).run(shards, stopped, tell)
+) -> dict[str, float]:
+    """Works on shards in this process; returns the seconds that each stage took."""
+    pipeline = make_pipeline(model, task, job.settings)
+    pipeline.run(shards, stopped, tell)
+    return pipeline.stages.seconds

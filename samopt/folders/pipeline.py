@@ -7,12 +7,16 @@ found, and another writes finished shards. Each hands over a few pieces at most,
 from __future__ import annotations
 
 import os
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from samopt.errors import SamoptError
 from samopt.folders.job import Shard
 from samopt.folders.reading import Picture, read_picture
 from samopt.folders.records import printable
@@ -49,6 +53,7 @@ class Pipeline:
     def __init__(self, worker: Worker, batch_size: int, notes: dict[str, Any], readers: int | None = None) -> None:
         self._worker, self._batch_size, self._notes = worker, batch_size, notes
         self._readers = readers or min(16, os.cpu_count() or 1)
+        self.stages = Stages()
 
     def run(
         self,
@@ -66,13 +71,16 @@ class Pipeline:
             written: called with each shard, in the thread that writes, once its file is there.
         """
         with ThreadPoolExecutor(self._readers) as pool, Stage() as write, Stage() as finish:
-            done = _Records(self._worker, self._notes, write, tell, written)
+            done = _Records(self._worker, self._notes, self.stages, write, tell, written)
             read = self._read_ahead(pool, shards)
             try:
                 for batch, pictures in read:
                     if batch.start == 0 and stopped():
                         break
-                    launched = self._worker.launch([picture.result() for picture in pictures])
+                    with self.stages.timed("reading"):
+                        found = [picture.result() for picture in pictures]
+                    with self.stages.timed("model"):
+                        launched = self._worker.launch(found)
                     finish.submit(done.add, batch, launched)
                 finish.wait()
                 write.wait()
@@ -103,6 +111,26 @@ class Pipeline:
                 yield Batch(shard, start, shard.images[start : start + self._batch_size])
 
 
+class Stages:
+    """Seconds that the threads spent on each stage: one waiting for images that are being read, and queueing the
+    model's work; one waiting for the model, and making records; one writing. They run at the same time, so the one that
+    takes nearly as long as the whole run is what the others wait for."""
+
+    def __init__(self) -> None:
+        self.seconds = {"reading": 0.0, "model": 0.0, "records": 0.0, "writing": 0.0}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Counts the time in a block."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.seconds[stage] += time.perf_counter() - began
+
+
 class _Records:
     """Collects the records of a shard and has it written."""
 
@@ -110,18 +138,23 @@ class _Records:
         self,
         worker: Worker,
         notes: dict[str, Any],
+        stages: Stages,
         write: Stage,
         tell: Callable[[int], None],
         written: Callable[[Shard], None],
     ) -> None:
-        self._worker, self._notes, self._write = worker, notes, write
+        self._worker, self._notes, self._stages, self._write = worker, notes, stages, write
         self._tell, self._written = tell, written
         self._records: list[Any] = []
         self._sizes: list[tuple[int, int]] = []
 
     def add(self, batch: Batch, launched: Launched) -> None:
         """Finishes a batch; with the last one of a shard, hands the shard on."""
-        self._records += self._worker.finish(launched)
+        if launched.ready is not None:
+            with self._stages.timed("model"):
+                launched.ready.synchronize()
+        with self._stages.timed("records"):
+            self._records += self._worker.finish(launched)
         self._sizes.append(launched.sizes)
         self._tell(len(batch.images))
         if batch.last:
@@ -140,7 +173,12 @@ class _Records:
             self._records, self._sizes = [], []
 
     def _save(self, shard: Shard, records: list[Any], notes: dict[str, Any]) -> None:
-        self._worker.task.write(shard.path, records, notes)
+        try:
+            with self._stages.timed("writing"):
+                self._worker.task.write(shard.path, records, notes)
+        except OSError as error:
+            remedy = "make room, and run the same again: it goes on with this shard"
+            raise SamoptError(f"{shard.path}: it cannot be written ({error.strerror}); {remedy}") from error
         self._written(shard)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from samopt.base import Phase
 from samopt.errors import InvalidInput, first_line
-from samopt.folders.engine import Plan, make_pipeline, make_task
+from samopt.folders.engine import Plan, asks_of, make_pipeline, make_task
 from samopt.folders.job import Job, Shard
 from samopt.folders.stopping import Stop
 from samopt.recipe import ATTRIBUTE as RECIPE
@@ -84,7 +84,7 @@ class _Actor:
         self._job = job
         self._shards = {shard.number: shard for shard in job.shards()}
         images = [image for shard in self._shards.values() for image in shard.images]
-        self._pipeline = make_pipeline(sam, make_task(sam, job.settings, plan, images), job.settings)
+        self._pipeline = make_pipeline(sam, make_task(sam, job.settings, asks_of(plan, images)), job.settings)
 
     def __call__(self, rows: dict[str, Any]) -> dict[str, Any]:
         """Does shards; tells which of them, as others than those begun are left after a signal."""

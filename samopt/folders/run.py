@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import time
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,13 +16,21 @@ from torch import nn
 from samopt.automatic_mask_generator import AutomaticMaskGenerator
 from samopt.errors import InvalidInput
 from samopt.fingerprint import fingerprint
-from samopt.folders.engine import Engine, Plan, make_task, run_local
+from samopt.folders.engine import Engine, Plan, asks_of, make_task, run_local
 from samopt.folders.exports import write_coco, write_pictures
 from samopt.folders.inputs import list_images
-from samopt.folders.job import SUMMARY, check_free, check_same, locked, open_job, read_settings, write_json
-from samopt.folders.prompts_file import assign, read_prompts
+from samopt.folders.job import (
+    SUMMARY,
+    check_free,
+    check_same,
+    locked,
+    open_job,
+    read_manifest,
+    read_settings,
+    write_json,
+)
 from samopt.folders.stopping import stopping_on_signals
-from samopt.folders.summary import Summary, summarise
+from samopt.folders.summary import Pace, Summary, summarise
 from samopt.memory import PROMPTS, images_at_once, memory_budget, prompts_at_once
 from samopt.optimize import optimize
 from samopt.progress import Progress
@@ -172,8 +179,8 @@ def _run(
     if before is None:
         check_free(out)
     images = list_images([inputs] if isinstance(inputs, (str, Path)) else inputs, leave_out=out)
-    if plan.prompts is not None:  # a mistake in them is told before minutes of work, not after
-        assign(read_prompts(plan.prompts), images, plan.prompts)
+    earlier = [image for shard in read_manifest(out) for image in shard]
+    asks = asks_of(plan, dict.fromkeys([*earlier, *images]))
     with locked(out), warnings.catch_warnings():
         # What PIL warns of is an error here, and recorded as one.
         warnings.filterwarnings("ignore", category=_bomb_warning())
@@ -190,26 +197,25 @@ def _run(
         settings["passes"] = applied
         if before is None:
             settings |= _sizes(model, settings)
-        task = make_task(model, settings, plan, images)
+        task = make_task(model, settings, asks)
         job = open_job(out, json.loads(json.dumps(settings)), task.suffix, images)
         shards = list(job.shards())
         pending = [shard for shard in shards if not shard.path.exists()]
-        began = time.monotonic()
         with (
             Progress(sum(len(shard.images) for shard in pending), unit="img") as progress,
             stopping_on_signals(progress.say) as stop,
         ):
             progress.name(settings["task"])
+            pace, stages = Pace(progress.advance), {}
             if plan.engine == "ray":
                 from samopt.folders.ray_engine import run_ray
 
-                run_ray(model, job, plan, pending, stop, progress.advance)
+                run_ray(model, job, plan, pending, stop, pace)
             else:
-                run_local(model, task, job, pending, stop, progress.advance)
-        seconds = time.monotonic() - began
+                stages = run_local(model, task, job, pending, stop, pace)
+            summary = summarise(job, shards, {shard.number for shard in pending}, pace, stages, stop.signal)
         if any(pictures):
             write_pictures(job, *pictures)
-        summary = summarise(job, shards, {shard.number for shard in pending}, seconds, stop.signal)
         write_json(out / SUMMARY, summary.to_dict())
     return summary
 

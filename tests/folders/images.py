@@ -92,7 +92,8 @@ def processes() -> Any:
     """Processes that start within milliseconds, as they are forked off one that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     imported = ["samopt.folders.run", "segment_anything", "pyarrow.parquet", "pycocotools.mask", "torchvision.ops"]
-    context.set_forkserver_preload([*imported, "rich.progress", "scipy.ndimage", "tests.folders.images"])
+    # pandas, where it is: pyarrow imports it at its first table.
+    context.set_forkserver_preload([*imported, "rich.progress", "pandas", "tests.folders.images"])
     return context
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from samopt import InvalidInput
 from samopt.folders.inputs import list_images
 from samopt.folders.records import printable
 from samopt.folders.run import segment
+from samopt.passes import HoistRelPos, SDPAttention
 from tests.folders.images import OPTIONS, mixed_folder, plain_folder, processes, segment_in_process, shards_of
 from tests.models import random_sam
 
@@ -173,6 +175,29 @@ def test_other_settings_are_refused_and_nothing_is_changed(sam: Sam, tmp_path: P
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
+def test_prompts_reach_images_that_an_earlier_run_left(sam: Sam, tmp_path: Path) -> None:
+    folder, out = plain_folder(tmp_path / "in", 4), tmp_path / "out"
+    asked = [{"image": f"{index:02d}.png", "box": [3, 3, 30, 30]} for index in range(4)]
+    (tmp_path / "prompts.json").write_text(json.dumps(asked))
+    arguments: dict[str, Any] = {"prompts": tmp_path / "prompts.json", "shard_size": 2}
+    segment(sam, folder, out, **arguments)
+    (out / "shards" / "000001.parquet").unlink()
+    segment(sam, folder / "00.png", out, **arguments)
+    assert [len(row["masks"]) for row in rows(out)] == [1] * 4
+
+
+def test_passes_chosen_by_hand_are_held_to_those_of_the_folder(sam: Sam, tmp_path: Path) -> None:
+    folder, out = plain_folder(tmp_path / "in", 2), tmp_path / "out"
+    recipe = samopt.Recipe([samopt.Step(HoistRelPos()), samopt.Step(SDPAttention(), required=False)])
+    fast = samopt.optimize(sam, recipe, verify="off")
+    segment(fast, folder, out, generator=OPTIONS)
+    other = samopt.optimize(sam, recipe, verify="off")
+    report = samopt.report(other)
+    vars(other)["_samopt_report"] = dataclasses.replace(report, steps=report.steps[:1])
+    with pytest.raises(InvalidInput, match=r"was made with passes .*SDPAttention"):
+        segment(other, folder, out, generator=OPTIONS)
+
+
 def test_a_folder_with_other_things_and_one_in_use_are_refused(sam: Sam, tmp_path: Path) -> None:
     folder = plain_folder(tmp_path / "in", 1)
     with pytest.raises(InvalidInput, match="holds other things than samopt's results"):
@@ -188,9 +213,7 @@ def test_a_recipe_is_decided_once(
     sam: Sam, pictures: list[samopt.Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = plain_folder(tmp_path / "in", 4), tmp_path / "out"
-    recipe = samopt.Recipe(
-        [samopt.Step(samopt.passes.HoistRelPos()), samopt.Step(samopt.passes.SDPAttention(), keep="if-faster")]
-    )
+    recipe = samopt.Recipe([samopt.Step(HoistRelPos()), samopt.Step(SDPAttention(), keep="if-faster")])
     monkeypatch.setattr("samopt.speed.median_seconds", lambda calls, device: [1.0] * len(calls))
     arguments: dict[str, Any] = {"generator": OPTIONS, "recipe": recipe, "samples": pictures, "shard_size": 2}
     segment(sam, folder, out, **arguments)

@@ -11,7 +11,7 @@ import torch
 from segment_anything.modeling import Sam
 
 import samopt.folders.run
-from samopt import BatchPredictor
+from samopt import BatchPredictor, SamoptError
 from samopt.folders.reading import Picture
 from samopt.folders.run import segment
 from samopt.folders.tasks import EveryMask
@@ -70,6 +70,23 @@ def test_other_errors_end_the_run_and_leave_what_is_done(
         segment(sam, folder, out, generator=OPTIONS, batch_size=2, shard_size=2)
     assert shards_of(out).keys() <= {"000000.parquet", "000001.parquet"}
     assert segment(sam, folder, out, generator=OPTIONS).left == 0
+
+
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(
+    sam: Sam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = plain_folder(tmp_path / "in", 4), tmp_path / "out"
+
+    def full(path: Path, records: Any, notes: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    write = EveryMask.write
+    monkeypatch.setattr(EveryMask, "write", staticmethod(full))
+    with pytest.raises(SamoptError, match=r"cannot be written \(No space left"):
+        segment(sam, folder, out, generator=OPTIONS, shard_size=2)
+    monkeypatch.setattr(EveryMask, "write", staticmethod(write))
+    assert not shards_of(out)
+    assert segment(sam, folder, out, generator=OPTIONS).done == 4
 
 
 def test_what_the_upscaling_lacks_memory_for_is_done_in_pieces() -> None:
