@@ -8,7 +8,6 @@ once; and what was found comes to the host in one transfer per image.
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -66,7 +65,7 @@ class AutomaticMaskGenerator:
         crop_n_points_downscale_factor: layer i has `points_per_side` over this factor**i points along a side.
         point_grids: per layer, points (x, y) from 0 to 1, float [N, 2]; instead of `points_per_side`.
         min_mask_region_area: holes and islands of fewer pixels are removed from masks; 0 leaves them.
-        output_mode: "binary_mask", "uncompressed_rle", or "coco_rle", which needs pycocotools.
+        output_mode: "binary_mask", "uncompressed_rle", or "coco_rle".
         views_per_batch: images, and crops of them, encoded together, in batches filled up to that many; None for up
             to 8, as fit into memory, and batches of any size.
 
@@ -101,8 +100,6 @@ class AutomaticMaskGenerator:
             raise InvalidInput(f"crop_overlap_ratio is {crop_overlap_ratio}; it must be from 0 to 1")
         if output_mode not in OUTPUT_MODES:
             raise InvalidInput(f"output_mode is {output_mode!r}; it must be one of {', '.join(OUTPUT_MODES)}")
-        if output_mode == "coco_rle" and importlib.util.find_spec("pycocotools") is None:
-            raise InvalidInput("output_mode 'coco_rle' needs pycocotools, which is not installed: install it")
         if (points_per_side is None) == (point_grids is None):
             raise InvalidInput("pass points_per_side or point_grids, one of the two: the other must be None")
         if points_per_side is not None:

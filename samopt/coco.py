@@ -36,7 +36,7 @@ def coco_samples(annotations: str | Path, images: str | Path, limit: int | None 
 
     Raises:
         InvalidInput: no such file or folder, no instances in it, or a picture that is missing or of another size than
-            the file says; or pycocotools is not installed.
+            the file says.
     """
     coco = _read(Path(annotations))
     folder = Path(images)
@@ -58,10 +58,8 @@ def foreground_point(mask: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 def _read(path: Path) -> Any:
-    try:
-        from pycocotools.coco import COCO
-    except ImportError as error:
-        raise InvalidInput("COCO files need pycocotools: pip install 'samopt[coco]'") from error
+    from pycocotools.coco import COCO
+
     if not path.is_file():
         raise InvalidInput(f"{path}: there is no such file of COCO annotations")
     try:

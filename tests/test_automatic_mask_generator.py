@@ -345,12 +345,6 @@ def test_arguments_that_cannot_be_used_are_refused(tiny256: Sam, arguments: dict
         AutomaticMaskGenerator(tiny256, **arguments)
 
 
-def test_coco_run_lengths_need_pycocotools(tiny256: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match="needs pycocotools, which is not installed"):
-        AutomaticMaskGenerator(tiny256, output_mode="coco_rle")
-
-
 def test_a_model_or_an_image_that_cannot_be_used_is_refused(tiny256: Sam) -> None:
     with pytest.raises(InvalidInput, match="Linear is no Sam"):
         AutomaticMaskGenerator(torch.nn.Linear(1, 1))

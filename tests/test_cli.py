@@ -132,7 +132,6 @@ def test_optimize_measures_on_a_folder(run: Callable[..., Result], tmp_path: Pat
     assert "true mIoU" not in result.output
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools' decode
 def test_verify_measures_on_coco_instances(run: Callable[..., Result], tmp_path: Path) -> None:
     (scene,) = samopt.samples.scene_samples()
     assert scene.masks is not None
@@ -359,7 +358,6 @@ def test_a_waterfall_of_random_weights_says_why_accuracy_is_missing(
     assert rows == [("unmodified", 1), *steps, ("rel_pos alone", 1), ("sdpa alone", 1)]
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools' decode
 def test_a_waterfall_on_coco_instances(
     run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

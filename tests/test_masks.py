@@ -32,7 +32,6 @@ def random_masks(size: tuple[int, int]) -> Tensor:
     return torch.rand(len(shares), *size, generator=random) < shares[:, None, None]
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of pycocotools' decode
 @pytest.mark.parametrize("size", SIZES)
 def test_run_lengths_are_metas_and_those_of_coco(size: tuple[int, int]) -> None:
     masks = random_masks(size)
