@@ -26,7 +26,7 @@ class Dtype(enum.StrEnum):
 
 
 Inputs = Annotated[
-    list[str], typer.Argument(metavar="INPUT...", help='Images; folders, with all below them; patterns, "a/**/*.jpg".')
+    list[str], typer.Argument(metavar="INPUT", help='Images; folders, with all below them; patterns, "a/**/*.jpg".')
 ]
 Out = Annotated[
     Path, typer.Option(help="The folder for the results. One that has some of the same settings is continued.")
