@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from samopt.crops import Box, crop_boxes, unit_grid
 from samopt.encoding import encode
 from samopt.errors import InvalidInput
-from samopt.mask_search import Room, Search, Thresholds, View, to_host
+from samopt.mask_search import Search, Thresholds, View, to_host
 from samopt.masks import area_of, changes_of, coco_rle, drop_islands, fill_holes, mask_of, run_lengths
 from samopt.memory import images_at_once, memory_budget
 from samopt.observe import check_size
 from samopt.prompts import box_of
+from samopt.room import Room
 from samopt.samples import Sample
 from samopt.structure import check_sam
 

@@ -8,7 +8,6 @@ asking costs nothing, there is room for what there is.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any
@@ -21,11 +20,11 @@ from torch import Tensor, nn
 from samopt.crops import Box, cut_off
 from samopt.masks import boxes_of, changes_of, stability_scores
 from samopt.memory import evenly, masks_at_once, prompts_at_once
-from samopt.passes.kernels.arithmetic import power_of_two
+from samopt.nms import without_duplicates
 from samopt.passes.kernels.upscale_masks import Frame, launch, measure
 from samopt.passes.upscale_masks import upscales_in_one_step
+from samopt.room import Room, first_of
 
-SPARE, LASTING = 1.25, 0.9  # room for more than a view needed, and for less with every view that needs less
 COLUMNS = 9  # of a mask's row: predicted IoU, stability score, box, prompt, first pixel, number of changes
 
 
@@ -37,45 +36,6 @@ class Thresholds:
     stability_score: float
     stability_score_offset: float
     box_nms: float
-
-
-@dataclass(frozen=True)
-class Room:
-    """For how many of each kind there is room, or how many there were.
-
-    Attributes:
-        rated: masks of a piece of the prompts that the model rates above the threshold.
-        stable: masks that pass all thresholds.
-        rounds: of dropping duplicates, until no mask changes any more.
-        kept: masks that are no duplicates.
-        changes: pixels where they change, of a group of masks that is upscaled together, per mask of the group.
-    """
-
-    rated: int = 384
-    stable: int = 768
-    rounds: int = 8
-    kept: int = 128
-    changes: int = 4096
-
-    def lacks(self, needed: Room) -> bool:
-        """Whether there is too little room for what is needed."""
-        return any(room < need for room, need in zip(vars(self).values(), vars(needed).values(), strict=True))
-
-    def after(self, needed: Room) -> Room:
-        """Room for what is needed and a little more, and for not much less than there was: pictures that follow each
-        other are alike, and a second search costs more than room that is not used."""
-        pairs = zip(vars(self).values(), vars(needed).values(), strict=True)
-        return Room(*(max(int(SPARE * need), int(LASTING * room)) for room, need in pairs))
-
-    def rounded(self) -> Room:
-        """Room for a little more, in few sizes, so that memory is used again."""
-        return Room(*map(_step, vars(self).values()))
-
-
-def _step(number: int) -> int:
-    """The smallest of 4, 6, 8, 12, 16, 24, 32, ... that is no less."""
-    power = power_of_two(number, 4)
-    return power * 3 // 4 if power * 3 // 4 >= max(number, 4) else power
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,60 +223,6 @@ class Search:
         )
         table = torch.stack([column.double() for column in columns], dim=1)
         return table, nn.utils.rnn.pad_sequence(changes, batch_first=True), -(-most // size)
-
-
-def first_of(chosen: Tensor, room: int | None) -> tuple[Tensor, Tensor]:
-    """The indices of what is chosen, and its number.
-
-    Args:
-        chosen: bool [N].
-        room: for how many there is room; None for as many as there are.
-
-    Returns:
-        int64 [min(N, room)], -1 where there are no more; and int64, the number, whatever the room.
-    """
-    if room is None:
-        index = chosen.nonzero()[:, 0]
-    else:
-        index = torch.nonzero_static(chosen, size=min(room, len(chosen)), fill_value=-1)[:, 0]
-    return index, chosen.sum()
-
-
-def without_duplicates(
-    boxes: Tensor, scores: Tensor, valid: Tensor, threshold: float, rounds: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Non-maximum suppression as `torchvision.ops.nms` does it, without waiting for the device.
-
-    A box is dropped if one of a higher score, which is kept, overlaps it. Each round decides all boxes by those that
-    the round before kept: what it decided rightly of the first n in the ranking makes the next one right of the first
-    n + 1, and the result is reached when a round changes nothing.
-
-    Args:
-        boxes: (x0, y0, x1, y1), [N, 4].
-        scores: [N].
-        valid: which of them there are, bool [N].
-        threshold: the IoU above which boxes are duplicates.
-        rounds: how many to compute; None for as many as are needed.
-
-    Returns:
-        Which of the boxes to keep, bool [N], and which boxes these are, int64 [N], both in the order of falling scores;
-        and the number of rounds that were needed, int64, or twice `rounds` where that was not enough.
-    """
-    from torchvision.ops import box_iou
-
-    order = torch.where(valid, scores.float(), -torch.inf).sort(stable=True, descending=True).indices
-    boxes, valid = boxes[order].float(), valid[order]
-    overlap = (box_iou(boxes, boxes) > threshold).triu(1)  # of a row's box with those of lower rank
-    keep, changed = valid, torch.ones_like(valid)
-    needed = torch.ones((), dtype=torch.int64, device=boxes.device)
-    for _ in itertools.count() if rounds is None else range(rounds):
-        before = keep
-        keep = valid & ~(overlap & before[:, None]).any(0)
-        changed = keep != before
-        needed += changed.any()
-        if rounds is None and not changed.any():
-            break
-    return keep, order, needed if rounds is None else torch.where(changed.any(), 2 * rounds, needed)
 
 
 def to_host(found: Sequence[Found]) -> list[tuple[NDArray[np.float64], list[NDArray[np.int32]], Room]]:

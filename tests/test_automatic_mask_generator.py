@@ -20,9 +20,10 @@ from torch import Tensor
 
 from samopt import AutomaticMaskGenerator, InvalidInput, memory, optimize
 from samopt.automatic_mask_generator import _Found
-from samopt.mask_search import Found, Room, Search
+from samopt.mask_search import Found, Search
 from samopt.masks import mask_of
 from samopt.passes import CastDtype, SDPAttention
+from samopt.room import Room
 from samopt.samples import scene_samples
 
 Image = NDArray[np.uint8]

@@ -42,8 +42,7 @@ def memory_of(model: nn.Module, call: Callable[[], Any], device: torch.device, s
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        # A graph's memory counts as free after its capture: it is what stays reserved when all else is given back.
-        graphs = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        graphs = _kept_by_graphs(device)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         if snapshot is not None:
@@ -57,3 +56,14 @@ def memory_of(model: nn.Module, call: Callable[[], Any], device: torch.device, s
             if snapshot is not None:
                 torch.cuda.memory._record_memory_history(enabled=None)
     return Memory(peak - before + weights + graphs, weights)
+
+
+def _kept_by_graphs(device: torch.device) -> int:
+    """Bytes that CUDA graphs hold in pools of their own, where they count as free after the capture."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    pools = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    ]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)

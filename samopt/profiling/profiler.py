@@ -169,7 +169,10 @@ def _trace(
     cuda = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
-    with named_blocks(model), torch.profiler.profile(activities=activities, schedule=schedule) as found:
+    with (
+        named_blocks(model),
+        torch.profiler.profile(activities=activities, schedule=schedule, acc_events=True) as found,
+    ):
         for _ in range(2):
             call(model, record_function)
             found.step()

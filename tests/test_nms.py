@@ -1,5 +1,4 @@
-"""The search's own parts, against torchvision and plain counting. What it finds is compared with Meta's in
-test_automatic_mask_generator.py."""
+"""Non-maximum suppression against torchvision's."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import nms
 
-from samopt.mask_search import Room, first_of, without_duplicates
+from samopt.nms import without_duplicates
 
 
 def random_boxes(count: int, seed: int) -> Tensor:
@@ -40,28 +39,3 @@ def test_too_few_rounds_are_told() -> None:
     for rounds in range(1, 9):
         _, _, told = without_duplicates(chain, scores, everything, 0.7, rounds)
         assert int(told) == (2 * rounds if rounds < int(needed) else int(needed))
-
-
-@pytest.mark.parametrize(("room", "indices"), [(None, [1, 2]), (1, [1]), (3, [1, 2, -1]), (9, [1, 2, -1, -1])])
-def test_what_is_chosen_is_found_and_counted_as_room_allows(room: int | None, indices: list[int]) -> None:
-    index, count = first_of(torch.tensor([False, True, True, False]), room)
-    assert index.tolist() == indices
-    assert int(count) == 2
-
-
-def test_room_grows_at_once_and_shrinks_slowly() -> None:
-    room = Room(100, 100, 8, 100, 100)
-    grown = room.after(Room(1000, 1, 1, 1, 1))
-    assert not grown.lacks(Room(1000, 1, 1, 1, 1))
-    assert 80 < grown.stable < 100
-    assert room.lacks(Room(1, 1, 1, 101, 1))
-    for _ in range(60):
-        grown = grown.after(Room(10, 10, 2, 10, 10))
-    assert not grown.lacks(Room(10, 10, 2, 10, 10))
-    assert max(grown.rated, grown.changes) < 20
-
-
-def test_room_comes_in_few_sizes() -> None:
-    sizes = {Room(number, 1, 1, 1, 1).rounded().rated for number in range(1, 1025)}
-    assert sorted(sizes) == [4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    assert all(Room(size, 1, 1, 1, 1).rounded().rated >= size for size in range(1, 1025))
