@@ -18,7 +18,7 @@ from segment_anything.modeling import Sam
 from torch import nn
 
 from samopt import Sample, optimize
-from samopt.passes import HoistRelPos, WhereIndexing, layer_norm, linear_gelu, triton_attention
+from samopt.passes import HoistRelPos, WhereIndexing, layer_norm, linear_gelu, triton_attention, upscale_masks
 from tests.models import random_sam
 from tests.toy_graphs import refuse_original
 
@@ -70,7 +70,12 @@ def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def kernels_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes for a GPU apply on any device, to norms of any width: their operators compute on a CPU too."""
-    for module, question in ((triton_attention, "cannot_run"), (layer_norm, "cannot_run"), (linear_gelu, "no_gpu")):
+    for module, question in (
+        (triton_attention, "cannot_run"),
+        (layer_norm, "cannot_run"),
+        (upscale_masks, "cannot_run"),
+        (linear_gelu, "no_gpu"),
+    ):
         monkeypatch.setattr(module, question, lambda *_: None)
     monkeypatch.setattr(layer_norm.TritonLayerNorm.__init__, "__defaults__", (0,))  # in recipes, too
 
