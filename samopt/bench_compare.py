@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samopt.bench_table import check_results, read_json
 from samopt.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     Raises:
         InvalidInput: a file that is missing or is none of these; or the two have no row in common.
     """
-    one, other = _read(Path(first)), _read(Path(second))
+    one, other = (check_results(read_json(path), path) for path in (first, second))
     mine, theirs = _rows(one), _rows(other)
     pairs = tuple(
         Pair(
@@ -107,22 +107,6 @@ def compare_runs(first: str | Path, second: str | Path) -> Comparison:
     only = [_only(first, key) for key in mine if key not in theirs]
     only += [_only(second, key) for key in theirs if key not in mine]
     return Comparison(pairs, tuple(only), tuple(_warnings(one, other)))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidInput(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise InvalidInput(f"{path}: not JSON ({error})") from error
-    rows = found.get("rows") if isinstance(found, dict) else None
-    whole = isinstance(rows, list) and all(
-        isinstance(row, dict) and {"what", "batch_size", "milliseconds"} <= row.keys() for row in rows
-    )
-    if not whole or "model" not in found:
-        raise InvalidInput(f"{path}: no results of a benchmark: name a file that samopt bench wrote with --json")
-    return dict(found)
 
 
 def _rows(run: Mapping[str, Any]) -> dict[tuple[str, str, int], dict[str, Any]]:

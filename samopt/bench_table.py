@@ -1,4 +1,4 @@
-"""A benchmark's rows, and how they are shown and written: as a table, JSON and CSV.
+"""A benchmark's rows, and how they are shown, written and read: as a table, JSON and CSV.
 
 The JSON is an object: the fields of `Setting`, and "rows", a list of objects with the fields of `Row`, in the order in
 which they ran, the base of all ratios first. The CSV has a line for each row, with the setting repeated in it. Figures
@@ -10,9 +10,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from samopt.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -176,6 +179,56 @@ def to_dict(setting: Setting, rows: Sequence[Row]) -> dict[str, Any]:
     """The setting and its rows, for JSON."""
     whole: dict[str, Any] = json.loads(json.dumps({**asdict(setting), "rows": [asdict(row) for row in rows]}))
     return whole
+
+
+def read_json(path: str | Path) -> Any:
+    """What a file holds as JSON.
+
+    Raises:
+        InvalidInput: it is missing, or no JSON.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise InvalidInput(f"{path}: not JSON ({error})") from error
+
+
+def check_results(found: Any, path: str | Path) -> dict[str, Any]:
+    """What `read_json` found, where it is what `to_dict` made, of this version or an earlier one.
+
+    Raises:
+        InvalidInput: it is none.
+    """
+    rows = found.get("rows") if isinstance(found, dict) else None
+    whole = isinstance(rows, list) and all(
+        isinstance(row, dict) and {"what", "batch_size", "milliseconds"} <= row.keys() for row in rows
+    )
+    if not whole or "model" not in found:
+        raise InvalidInput(f"{path}: no results of a benchmark: name a file that samopt bench wrote with --json")
+    return dict(found)
+
+
+def from_dict(found: Mapping[str, Any], path: str | Path) -> tuple[Setting, list[Row]]:
+    """The setting and the rows of results that `check_results` passed; fields of later versions are passed over.
+
+    Raises:
+        InvalidInput: a field is missing that has been there since.
+    """
+    try:
+        setting = Setting(**_fields_of(Setting, found))
+        rows = [Row(**_fields_of(Row, row)) for row in found["rows"]]
+    except TypeError as error:
+        raise InvalidInput(
+            f"{path}: results of another version of samopt ({error}); run the benchmark again"
+        ) from error
+    return setting, rows
+
+
+def _fields_of(kind: type[Setting | Row], found: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name: found[name] for name in (field.name for field in fields(kind)) if name in found}
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in known.items()}
 
 
 def to_csv(setting: Setting, rows: Sequence[Row]) -> str:

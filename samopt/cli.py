@@ -28,6 +28,7 @@ from samopt.cli_common import (
     show,
     write_json,
 )
+from samopt.cli_report import report
 from samopt.errors import AccuracyError, InvalidInput, SamoptError
 
 
@@ -48,6 +49,7 @@ app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False)
 app.add_typer(bench, name="bench")
 app.command()(cli_folders.segment)
 app.command()(cli_folders.embed)
+app.command()(report)
 
 Out = Annotated[Path | None, typer.Option(help="A folder to save the model to; samopt.load loads it.")]
 

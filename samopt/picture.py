@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import nn
 
 from samopt.observe import check_size
@@ -19,21 +20,63 @@ OBJECTS = 24  # at most this many masks are drawn
 SHOWN = 1024  # longest side of the picture that is segmented and drawn
 
 
-def save_comparison(unmodified: nn.Module, optimised: nn.Module, sample: Sample, path: str | Path) -> float:
-    """Writes one PNG: the picture, the masks of both models for the same points, and where they differ.
+@dataclass(frozen=True, eq=False)  # arrays have no single truth to be equal by
+class MaskComparison:
+    """The masks of two models for the same points, drawn over the picture.
+
+    Attributes:
+        name: of the picture.
+        points: how many were asked for.
+        image: the picture, uint8 [H, W, 3]; the points are drawn on it, and on the next two.
+        before: the masks of the unmodified model over it, likewise.
+        after: those of the optimised one.
+        difference: the picture in grey, and in red, larger than they are, the pixels at which any mask differs.
+        share: of those pixels.
+        changed: for how many points the optimised model would choose another of its three masks.
+    """
+
+    name: str
+    points: int
+    image: NDArray[np.uint8]
+    before: NDArray[np.uint8]
+    after: NDArray[np.uint8]
+    difference: NDArray[np.uint8]
+    share: float
+    changed: int
+
+    def panels(self) -> list[tuple[str, NDArray[np.uint8]]]:
+        """The four pictures from left to right, each with its title."""
+        return [
+            (f"{Path(self.name).name}, {self.points} points", self.image),
+            ("unmodified", self.before),
+            (f"optimised (another mask chosen at {self.changed} points)", self.after),
+            (f"differ: {self.share:.3%} of the pixels (drawn larger)", self.difference),
+        ]
+
+    def save(self, path: str | Path) -> None:
+        """Writes the four pictures side by side as one PNG."""
+        from matplotlib.figure import Figure
+
+        panels = self.panels()
+        height, width = self.image.shape[:2]
+        figure = Figure(figsize=(16, 4.4 * height / width + 0.4), layout="constrained")
+        for axes, (title, image) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+            axes.imshow(image)
+            axes.set_title(title, fontsize=10)
+            axes.axis("off")
+        figure.savefig(path, dpi=110, format="png")
+
+
+def compare_masks(unmodified: nn.Module, optimised: nn.Module, sample: Sample) -> MaskComparison:
+    """Asks both models for masks at the same points.
+
+    Each mask is the one the unmodified model chose of its three.
 
     Args:
         unmodified: a Sam.
         optimised: the Sam made from it.
         sample: the picture; its points are the prompts, a grid over it where it has none.
-        path: the PNG to write.
-
-    Returns:
-        The share of pixels at which any of the masks differs. Each mask is the one the unmodified model chose of its
-        three; the picture's titles tell for how many points the optimised model would choose another.
     """
-    from matplotlib.figure import Figure
-
     asked = sample
     sample = _shrunk(sample)
     points = point_grid(sample.image.shape[:2], GRID) if sample.points is None else sample.points
@@ -43,25 +86,26 @@ def save_comparison(unmodified: nn.Module, optimised: nn.Module, sample: Sample,
         points, before, iou = points[kept], before[kept], iou[kept]
     choice = iou.argmax(axis=1)
     after, iou = _segment(optimised, sample, points, choice)
-    changed = int((iou.argmax(axis=1) != choice).sum())
     differs = (before != after).any(axis=0)
-    share = float(differs.mean())
-    panels = [
-        (f"{Path(asked.name).name}, {len(points)} points", sample.image),
-        ("unmodified", overlay(sample.image, before)),
-        (f"optimised (another mask chosen at {changed} points)", overlay(sample.image, after)),
-        (f"differ: {share:.3%} of the pixels (drawn larger)", _mark(sample.image, differs)),
-    ]
-    height, width = sample.image.shape[:2]
-    figure = Figure(figsize=(16, 4.4 * height / width + 0.4), layout="constrained")
-    for axes, (title, image) in zip(figure.subplots(1, len(panels)), panels, strict=True):
-        axes.imshow(image)
-        axes.set_title(title, fontsize=10)
-        axes.axis("off")
-        if image is not panels[-1][1]:
-            axes.plot(points[:, 0], points[:, 1], ".", color="white", markeredgecolor="black", markersize=7)
-    figure.savefig(path, dpi=110, format="png")
-    return share
+    drawn = [sample.image, overlay(sample.image, before), overlay(sample.image, after)]
+    image, masks_before, masks_after = (_dotted(each, points) for each in drawn)
+    return MaskComparison(
+        name=asked.name,
+        points=len(points),
+        image=image,
+        before=masks_before,
+        after=masks_after,
+        difference=_mark(sample.image, differs),
+        share=float(differs.mean()),
+        changed=int((iou.argmax(axis=1) != choice).sum()),
+    )
+
+
+def save_comparison(unmodified: nn.Module, optimised: nn.Module, sample: Sample, path: str | Path) -> float:
+    """Writes what `compare_masks` found as one PNG; returns the share of pixels at which any of the masks differs."""
+    found = compare_masks(unmodified, optimised, sample)
+    found.save(path)
+    return found.share
 
 
 def overlay(image: NDArray[np.uint8], masks: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -76,6 +120,16 @@ def overlay(image: NDArray[np.uint8], masks: NDArray[np.bool_]) -> NDArray[np.ui
         drawn[inside] = 0.45 * image[inside] + 0.55 * colours[index]
         drawn[inside & ~ndimage.binary_erosion(inside, iterations=max(1, len(image) // 400))] = colours[index]
     return drawn.round().astype(np.uint8)
+
+
+def _dotted(image: NDArray[np.uint8], points: NDArray[np.float64]) -> NDArray[np.uint8]:
+    """The picture with a white dot, rimmed in black, at each point."""
+    drawn = Image.fromarray(image)
+    pen = ImageDraw.Draw(drawn)
+    radius = max(2, round(max(image.shape) / 128))
+    for x, y in points:
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), "white", "black", max(1, radius // 4))
+    return np.array(drawn)
 
 
 def _mark(image: NDArray[np.uint8], pixels: NDArray[np.bool_]) -> NDArray[np.uint8]:

@@ -33,7 +33,7 @@ DPI = 144
 _FILE_COLOURS = (
     "svg{color:#1f2328;background:#fff}@media(prefers-color-scheme:dark){svg{color:#e6edf3;background:#0d1117}}"
 )
-_RC: dict[str, Any] = {
+_RC: Any = {
     "axes.edgecolor": INK,
     "axes.labelcolor": INK,
     "axes.spines.right": False,
