@@ -214,8 +214,10 @@ def from_dict(found: Mapping[str, Any], path: str | Path) -> tuple[Setting, list
     """The setting and the rows of results that `check_results` passed; fields of later versions are passed over.
 
     Raises:
-        InvalidInput: a field is missing that has been there since.
+        InvalidInput: there is no row, or a field is missing that has been there since.
     """
+    if not found["rows"]:
+        raise InvalidInput(f"{path}: results without a row; run the benchmark again")
     try:
         setting = Setting(**_fields_of(Setting, found))
         rows = [Row(**_fields_of(Row, row)) for row in found["rows"]]

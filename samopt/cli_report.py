@@ -23,7 +23,11 @@ from samopt.cli_common import (
 from samopt.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from segment_anything.modeling import Sam
+
     from samopt.html_report import Section
+    from samopt.recipe import Recipe
+    from samopt.samples import Sample
 
 MOST_PICTURES = 4  # whose masks are shown
 
@@ -52,40 +56,33 @@ def report(
     """
     from samopt.html_report import of_file, write
     from samopt.profiling import make_folder
+    from samopt.recipe import Recipe
 
     if not results and recipe is None:
         raise InvalidInput("nothing to report: name the results of samopt bench or samopt profile, or a --recipe")
     if recipe is None and any(given is not None for given in (checkpoint, model_type, images, coco, limit, batch_size)):
         raise InvalidInput("--checkpoint, --model-type, --images, --coco, --limit and --batch-size need --recipe")
     sections = [of_file(path) for path in results or []]
-    check_writable(make_folder(out) / "report.html")
+    masks = None
     if recipe is not None:
-        sections.append(_masks(recipe, checkpoint, model_type, images, coco, limit, batch_size, device))
+        chosen, samples = Recipe.of(recipe), read_samples(images, coco, limit)
+        masks = chosen, samples, load_model(checkpoint, model_type, device)
+    check_writable(make_folder(out) / "report.html")
+    if masks is not None:
+        sections.append(_masks(*masks, batch_size))
     page, *pictures = write(out, sections)
     for path in pictures:
         say(str(path))
     say(f"{page}: open it in a browser; it needs no other file")
 
 
-def _masks(
-    recipe: str,
-    checkpoint: Path | None,
-    model_type: str | None,
-    images: Path | None,
-    coco: Path | None,
-    limit: int | None,
-    batch_size: int | None,
-    device: str,
-) -> Section:
+def _masks(recipe: Recipe, samples: list[Sample], sam: Sam, batch_size: int | None) -> Section:
     from samopt.html_report import of_masks
     from samopt.optimize import optimize
     from samopt.picture import compare_masks
-    from samopt.recipe import Recipe
     from samopt.report import report as report_of
     from samopt.samples import spread
 
-    chosen, samples = Recipe.of(recipe), read_samples(images, coco, limit)
-    sam = load_model(checkpoint, model_type, device)
-    fast = optimize(sam, chosen, samples=samples, batch_size=batch_size)
+    fast = optimize(sam, recipe, samples=samples, batch_size=batch_size)
     masks = [compare_masks(sam, fast, sample) for sample in spread(samples, MOST_PICTURES)]
     return of_masks(report_of(fast), masks)

@@ -38,7 +38,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 table caption { text-align: left; font-weight: 600; padding-bottom: .4em }
 th, td { padding: .2em .75em; border-bottom: 1px solid var(--line); vertical-align: top }
 .note { color: var(--faint); font-size: .9em; white-space: pre-line; overflow-wrap: anywhere }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: .8em }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(240px, 1fr)); gap: .8em; margin: 1.4em 0 }
 .panels figure { margin: 0 }
 .panels img { width: 100%; height: auto; display: block }
 figcaption { font-size: .9em; margin-top: .3em }

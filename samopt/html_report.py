@@ -6,10 +6,9 @@ write("report", [of_file("vit_b.json"), of_file("profile/profile.json")])
 
 from __future__ import annotations
 
-import dataclasses
-import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,13 +30,15 @@ class Section:
 
     Attributes:
         title: its heading.
+        name: what its files are called; a number is added where another section has it.
         charts: for files of their own, by name.
         body: tables and words below the charts, as HTML.
         masks: pictures side by side, below these.
     """
 
     title: str
-    charts: dict[str, Figure] = dataclasses.field(default_factory=dict)
+    name: str
+    charts: dict[str, Figure] = field(default_factory=dict)
     body: str = ""
     masks: Sequence[MaskComparison] = ()
 
@@ -72,7 +73,7 @@ def of_benchmark(setting: Setting, rows: Sequence[Row]) -> Section:
         body += "\n" + html_of(f"No chart of memory: PyTorch measures its peak on a GPU, not on {setting.device}.")
     if setting.command:
         body += f"\n<pre><code>{escape(setting.command)}</code></pre>"
-    return Section(f"{setting.model}, {what}", drawn, body)
+    return Section(f"{setting.model}, {what}", f"{setting.model}-{setting.bench}", drawn, body)
 
 
 def of_profile(comparison: Comparison) -> Section:
@@ -80,12 +81,12 @@ def of_profile(comparison: Comparison) -> Section:
     from samopt import charts
 
     title = f"Where the time goes, before and after {comparison.recipe}"
-    return Section(title, {"kernels": charts.kernel_time(comparison)}, html_of(comparison))
+    return Section(title, "profile", {"kernels": charts.kernel_time(comparison)}, html_of(comparison))
 
 
 def of_masks(report: Report, masks: Sequence[MaskComparison]) -> Section:
     """What a recipe did to a model pass by pass, and its masks before and after."""
-    return Section(f"Accuracy of {report.recipe}, pass by pass", {}, html_of(report), masks)
+    return Section(f"Accuracy of {report.recipe}, pass by pass", "masks", {}, html_of(report), masks)
 
 
 def write(folder: str | Path, sections: Sequence[Section]) -> list[Path]:
@@ -101,18 +102,20 @@ def write(folder: str | Path, sections: Sequence[Section]) -> list[Path]:
     from samopt.charts import save, to_svg
 
     folder = Path(folder)
-    written, parts = [], []
+    written, parts, names = [], [], Counter[str]()
     for number, section in enumerate(sections, start=1):
-        name = f"{number}-{_file_name(section.title)}"
+        names[section.name] += 1
+        name = section.name if names[section.name] == 1 else f"{section.name}-{names[section.name]}"
         parts.append(f'<section id="part{number}">\n<h2>{escape(section.title)}</h2>')
         for kind, figure in section.charts.items():
-            parts.append(drawing(to_svg(figure), f"{section.title}: {kind}"))
-            written += save(figure, folder, f"{name}-{kind}")
+            element = to_svg(figure)
+            parts.append(drawing(element, f"{section.title}: {kind}"))
+            written += save(figure, folder, f"{name}-{kind}", element)
         parts.append(section.body)
         for index, found in enumerate(section.masks, start=1):
             panels = "\n".join(image(pixels, caption) for caption, pixels in found.panels())
             parts.append(f'<div class="panels">\n{panels}\n</div>')
-            written.append(folder / f"{name}-masks-{index}.png")
+            written.append(folder / f"{name}-{index}.png")
             found.save(written[-1])
         parts.append("</section>")
     links = (f'<a href="#part{n}">{escape(section.title)}</a>' for n, section in enumerate(sections, start=1))
@@ -120,7 +123,3 @@ def write(folder: str | Path, sections: Sequence[Section]) -> list[Path]:
     target = folder / "report.html"
     target.write_text(whole, encoding="utf-8")
     return [target, *written]
-
-
-def _file_name(title: str) -> str:
-    return re.sub(r"[^a-z0-9_]+", "-", title.lower()).strip("-")

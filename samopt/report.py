@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +14,12 @@ from torch import nn
 from samopt.base import Numerics, Phase
 from samopt.errors import SamoptError
 from samopt.result import Site, Skip
+from samopt.shown import Shown
 from samopt.speed import BlockSpeed
 from samopt.verify import Agreement
 
 if TYPE_CHECKING:
-    from rich.console import Console, Group
+    from rich.console import Group
 
 ATTRIBUTE = "_samopt_report"  # on an optimised model
 
@@ -78,7 +78,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """What a recipe did to a model, entry by entry.
 
     Attributes:
@@ -149,22 +149,6 @@ class Report:
             lines.append(f"measured on {shown}")
         lines += _slower(self.baseline, self.steps)
         return "\n".join([*lines, *self.notes, ", ".join(map(" ".join, self.versions.items()))])
-
-    def __str__(self) -> str:
-        return self._printed().export_text(clear=False).rstrip()
-
-    def _repr_html_(self) -> str:
-        return self._printed().export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-
-    def _printed(self) -> Console:
-        """A console that the report was printed to, in memory, notebook or not."""
-        from rich.console import Console
-
-        console = Console(
-            file=io.StringIO(), width=130, record=True, color_system=None, force_terminal=False, force_jupyter=False
-        )
-        console.print(self)
-        return console
 
 
 def report(model: nn.Module) -> Report:

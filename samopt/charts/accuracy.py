@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+GAP = "\N{NO-BREAK SPACE}" * 2  # in an SVG, spaces side by side are one
 MARKERS = "osD^vP"
 LEAST_ERROR = 1e-6  # below it, the axis of errors is linear
 COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
@@ -40,7 +41,7 @@ def accuracy_against_speed(setting: Setting, rows: Sequence[Row]) -> Figure | No
         return None
     shown = list(dict.fromkeys(row.what for row in rows if _has(row, names)))
     numbers = {what: str(number) for number, what in enumerate(shown)}
-    key = [textwrap.fill(f"{number}  {what}", 38, subsequent_indent="    ") for what, number in numbers.items()]
+    key = [textwrap.fill(f"{number}{GAP}{what}", 38, subsequent_indent=2 * GAP) for what, number in numbers.items()]
     title = f"{title_of(setting)}: accuracy against speed (right and up is better)"
     with styled():
         lines = sum(1 + text.count("\n") for text in key) + len(batch_sizes(rows)) + 1

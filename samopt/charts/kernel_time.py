@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from samopt.charts.style import BLUE, GREY, plain_axes, styled
+from samopt.charts.style import BLUE, GREY, plain_axes, short, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ def kernel_time(comparison: Comparison) -> Figure:
             values = [sum(times.values()), *(times.get(name, 0.0) for name in names)]
             places = [row + (side - 0.5) * HEIGHT for row in range(len(values))]
             bars = axes.barh(places, values, height=HEIGHT, color=colour, label=label)
-            axes.bar_label(bars, [f"{value:.3g}" if value else "none" for value in values], padding=3, fontsize=9)
+            axes.bar_label(bars, [short(value) if value else "none" for value in values], padding=3, fontsize=9)
         axes.set_yticks(range(len(names) + 1), [f"all {what}", *names])
         axes.set_ylim(len(names) + 0.55, -0.55)
         axes.tick_params(axis="y", length=0)

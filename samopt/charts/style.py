@@ -27,7 +27,7 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, RED, GREY = (
     "#d55e00",
     "#8c8c8c",
 )
-INK, FAINT = "#1f2328", "#c9d1d9"  # of text and axes, and of what must not stand out
+INK = "#1f2328"  # of text and axes
 DPI = 144
 
 _FILE_COLOURS = (
@@ -65,8 +65,13 @@ def plain_axes(axes: Axes, label: str, upright: bool = False) -> None:
     """A faint grid along the axis that has the figures, its label, and no frame."""
     axis = axes.yaxis if upright else axes.xaxis
     axis.set_label_text(label)
-    axis.grid(True, color=FAINT, linewidth=0.6)
+    axis.grid(True, color=GREY, alpha=0.4, linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def short(figure: float) -> str:
+    """Three figures that count, without an exponent."""
+    return f"{figure:.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
 
 
 def to_svg(figure: Figure) -> str:
@@ -82,10 +87,17 @@ def to_svg(figure: Figure) -> str:
     return re.sub(r' id="([\w.-]+)"', lambda found: found[0] if found[1] in used else "", svg)
 
 
-def save(figure: Figure, folder: str | Path, name: str) -> list[Path]:
-    """Writes NAME.svg and NAME.png into a folder that is there; returns both paths."""
+def save(figure: Figure, folder: str | Path, name: str, element: str | None = None) -> list[Path]:
+    """Writes NAME.svg and NAME.png into a folder that is there; returns both paths.
+
+    Args:
+        figure: what to write.
+        folder: where.
+        name: of the files.
+        element: what `to_svg` made of the figure, where that is known.
+    """
     svg, png = (Path(folder) / f"{name}.{kind}" for kind in ("svg", "png"))
-    inline = to_svg(figure)
+    inline = to_svg(figure) if element is None else element
     first_tag = inline.index(">") + 1
     svg.write_text(f"{inline[:first_tag]}\n<style>{_FILE_COLOURS}</style>{inline[first_tag:]}\n", encoding="utf-8")
     with styled():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from samopt.bench_table import TIMED, Row, Setting
-from samopt.charts.style import BLUE, GREEN, GREY, RED, plain_axes, styled
+from samopt.charts.style import BLUE, GREEN, GREY, RED, plain_axes, short, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,13 +19,15 @@ PANEL = 3.6  # inches
 BAR = 0.62  # height, where rows are 1 apart
 GONE = "////"
 
+Difference = tuple[str, str]  # what it is called, and its colour
+
 
 def throughput_waterfall(setting: Setting, rows: Sequence[Row]) -> Figure | None:
     """Images per second of every row, one panel for each batch size; None where nothing was timed."""
 
     def words(row: Row) -> str:
-        ratio = "" if row.ratio is None or row is rows[0] else f"  {_short(row.ratio)}x"
-        return f"{_short(row.images_per_second or 0.0)}{ratio}"
+        ratio = "" if row.ratio is None or row is rows[0] else f" ({short(row.ratio)}x)"
+        return f"{short(row.images_per_second or 0.0)}{ratio}"
 
     title = f"{title_of(setting)}: image encoder, images per second (higher is better)"
     return _figure(rows, "images_per_second", title, "images/s", words, ("gained", GREEN), ("lost", RED))
@@ -49,14 +51,6 @@ def title_of(setting: Setting) -> str:
 def batch_sizes(rows: Sequence[Row]) -> list[int]:
     """Those of all rows but the base, or the base's where it is the only one."""
     return list(dict.fromkeys(row.batch_size for row in rows[1:])) or [row.batch_size for row in rows[:1]]
-
-
-def _short(figure: float) -> str:
-    """Three figures that count, without an exponent."""
-    return f"{figure:.0f}" if figure >= 100 else f"{figure:.1f}" if figure >= 10 else f"{figure:.2f}"
-
-
-Difference = tuple[str, str]  # what it is called, and its colour
 
 
 def _figure(

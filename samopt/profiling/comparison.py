@@ -16,6 +16,7 @@ from samopt.profiling.profiler import Profile, profile
 from samopt.recipe import Recipe
 from samopt.report import report, versions
 from samopt.samples import as_samples, scene_samples
+from samopt.shown import Shown
 from samopt.structure import describe
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """A model's profile before a recipe and after.
 
     Attributes:

@@ -26,6 +26,7 @@ from samopt.profiling.memory import Memory, memory_of
 from samopt.profiling.sync_audit import Audit, audit
 from samopt.progress import Progress
 from samopt.samples import Sample, scene_samples
+from samopt.shown import Shown
 from samopt.structure import check_sam
 from samopt.timing import cpu_seconds
 
@@ -51,7 +52,7 @@ class StageTime:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(Shown):
     """What was found of one model's call.
 
     Attributes:

@@ -19,13 +19,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from samopt.errors import SamoptError, Unsupported, first_line
 from samopt.profiling.call import CALLS, WholeCall
 from samopt.profiling.syncs import Sync, on_fake_cuda, record_syncs
+from samopt.shown import Shown
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(Shown):
     """What a whole call waits for.
 
     Attributes:
