@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from torch import nn
 from samopt.observe import check_size
 from samopt.prompts import choose_objects, point_grid
 from samopt.samples import Sample
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 GRID = 8  # points a side, where a picture comes without prompts
 OBJECTS = 24  # at most this many masks are drawn
@@ -37,10 +42,10 @@ class MaskComparison:
 
     name: str
     points: int
-    image: NDArray[np.uint8]
-    before: NDArray[np.uint8]
-    after: NDArray[np.uint8]
-    difference: NDArray[np.uint8]
+    image: NDArray[np.uint8] = field(repr=False)
+    before: NDArray[np.uint8] = field(repr=False)
+    after: NDArray[np.uint8] = field(repr=False)
+    difference: NDArray[np.uint8] = field(repr=False)
     share: float
     changed: int
 
@@ -55,6 +60,15 @@ class MaskComparison:
 
     def save(self, path: str | Path) -> None:
         """Writes the four pictures side by side as one PNG."""
+        self._figure().savefig(path, dpi=110, format="png")
+
+    def _repr_jpeg_(self) -> bytes:
+        """The four pictures side by side, small, for a notebook."""
+        data = io.BytesIO()
+        self._figure().savefig(data, dpi=65, format="jpeg")
+        return data.getvalue()
+
+    def _figure(self) -> Figure:
         from matplotlib.figure import Figure
 
         panels = self.panels()
@@ -64,7 +78,7 @@ class MaskComparison:
             axes.imshow(image)
             axes.set_title(title, fontsize=10)
             axes.axis("off")
-        figure.savefig(path, dpi=110, format="png")
+        return figure
 
 
 def compare_masks(unmodified: nn.Module, optimised: nn.Module, sample: Sample) -> MaskComparison:

@@ -27,11 +27,12 @@ def test_results_become_a_page_and_pictures(run: Callable[..., Result], tmp_path
 
 
 def test_a_recipe_adds_accuracy_and_masks(run: Callable[..., Result], tmp_path: Path) -> None:
-    result = run("report", "--recipe", "eager.toml", "--device", "cpu", "--out", "shown")
+    (tmp_path / "quick.toml").write_text('[[pass]]\nname = "sdpa"\n')
+    result = run("report", "--recipe", "quick.toml", "--device", "cpu", "--out", "shown")
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "shown").iterdir()} == {"report.html", "masks-1.png"}
     page = (tmp_path / "shown" / "report.html").read_text(encoding="utf-8")
-    for text in ("Accuracy of eager, pass by pass", "CastDtype", "true mIoU", "scene 2000000, "):
+    for text in ("Accuracy of quick, pass by pass", "SDPAttention", "true mIoU", "scene 2000000, "):
         assert text in page
     assert page.count("<img ") == 4
 

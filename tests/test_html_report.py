@@ -36,13 +36,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     bench, profile = folder / "rows.json", folder / "profile.json"
     bench.write_text(json.dumps(to_dict(SETTING, ROWS)))
     profile.write_text(json.dumps(COMPARISON.to_dict()))
-    sections = [
-        of_file(bench),
-        of_file(profile),
-        of_masks(REPORT, [masks("a <1>.png"), masks("b.png")]),
-        of_file(bench),
-    ]
-    return write(folder, sections)
+    shown = of_masks(REPORT, [masks("a <1>.png"), masks("b.png")])
+    return write(folder, [of_file(bench), of_file(profile), shown, of_file(profile)])
 
 
 def test_every_picture_is_a_file_of_its_own(written: list[Path]) -> None:

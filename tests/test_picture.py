@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from PIL import Image
 from segment_anything.modeling import Sam
 
-from samopt.picture import overlay, save_comparison
+from samopt.picture import compare_masks, overlay, save_comparison
 from samopt.samples import Sample, scene_samples
 
 
@@ -51,3 +52,17 @@ def test_a_large_photo_is_shrunk_and_any_name_is_a_png(tiny256: Sam, tmp_path: P
     assert save_comparison(tiny256, tiny256, sample, tmp_path / "picture") == 0
     with Image.open(tmp_path / "picture") as image:
         assert image.format == "PNG"
+
+
+def test_a_notebook_shows_the_four_panels(tiny256: Sam) -> None:
+    found = compare_masks(tiny256, tiny256, scene_samples(1, 256)[0])
+    assert [title for title, _ in found.panels()][1:] == [
+        "unmodified",
+        "optimised (another mask chosen at 0 points)",
+        "differ: 0.000% of the pixels (drawn larger)",
+    ]
+    x, y = scene_samples(1, 256)[0].points.astype(int)[0]  # type: ignore[union-attr]
+    assert all((panel[y, x] == 255).all() for panel in (found.image, found.before, found.after)), "its points are drawn"
+    with Image.open(io.BytesIO(found._repr_jpeg_())) as image:
+        assert image.format == "JPEG"
+        assert image.width > 3 * image.height
