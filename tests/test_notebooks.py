@@ -26,13 +26,13 @@ def code(notebook: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Iterator[Any]:
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """One process for all notebooks, which start without each other's names: importing torch takes its time."""
     from jupyter_client.manager import KernelManager
 
     manager = KernelManager(kernel_name="python3")
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # as for all tests
-    manager.start_kernel(env={**os.environ, **threads, "PYTHONPATH": str(ROOT)})
+    own = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "IPYTHONDIR": str(tmp_path_factory.mktemp("ipython"))}
+    manager.start_kernel(env={**os.environ, **own, "PYTHONPATH": str(ROOT)})
     yield manager
     manager.shutdown_kernel(now=True)
 

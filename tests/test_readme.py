@@ -18,7 +18,9 @@ from segment_anything.modeling import Sam
 
 import samopt
 import samopt.profiling.profiler
+from samopt.bench_table import to_dict
 from samopt.passes import SDPAttention
+from tests.made_up_results import COMPARISON, ROWS, SETTING
 from tests.models import random_sam
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
@@ -114,6 +116,21 @@ def test_where_the_time_goes(
     assert "matmul" in groups
     assert "4 segment_anything/modeling/image_encoder.py" in syncs[0]
     assert [path.name for path in (tmp_path / "traces").iterdir()] == ["model.trace.json.gz"]
+
+
+def test_charts_and_a_report(names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report").mkdir()
+    (tmp_path / "vit_b.json").write_text(json.dumps(to_dict(SETTING, ROWS)))
+    monkeypatch.setattr(samopt.profiling, "compare", lambda sam, recipe: COMPARISON)
+    exec(block("python", "import charts"), {**names, "profiling": samopt.profiling})
+    assert {"report.html", "kernels.svg", "kernels.png"} <= {path.name for path in (tmp_path / "report").iterdir()}
+
+
+def test_the_notebooks_are_there() -> None:
+    links = re.findall(r"\]\((notebooks/[^)]*)\)", README)
+    assert len(links) == 5
+    assert all((Path(__file__).parents[1] / link).is_file() for link in links)
 
 
 def test_ground_truth_from_a_label_map(names: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from IPython.core.formatters import DisplayFormatter
-from IPython.core.interactiveshell import InteractiveShell
 from rich.console import Console
 
 from samopt.profiling import Audit
@@ -11,7 +10,7 @@ from tests.made_up_results import COMPARISON
 
 
 def test_a_notebook_gets_html_and_readable_text() -> None:
-    formatter = DisplayFormatter(parent=InteractiveShell())
+    formatter = DisplayFormatter()
     for made in (COMPARISON, COMPARISON.before, COMPARISON.before.audit):
         data, _ = formatter.format(made)
         assert "<table>" in data["text/html"]
