@@ -3,13 +3,16 @@ VENV := .venv
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-slow lint clean
 
 demo: $(READY)
 	$(VENV)/bin/samopt demo
 
 test: $(READY)
 	$(PYTHON) -m pytest --numprocesses auto --dist loadfile
+
+test-slow: $(READY)
+	$(PYTHON) -m pytest --numprocesses auto -m "slow and not gpu"
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .

@@ -8,15 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from segment_anything.modeling import Sam
 from typer.testing import CliRunner
 
 from samopt.bench_everything import CallsBench, matched_iou, pairwise_iou
+from samopt.bench_plan import Verified
 from samopt.cli import app
 from samopt.masks import Mask
 from samopt.passes import SDPAttention
 from samopt.recipe import Recipe, Step
 from samopt.samples import scene_samples
+
+
+@pytest.fixture(autouse=True)
+def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samopt.bench_everything.PROMPT_SIDE", 1)
+
 
 SETTINGS = {"points_per_side": 3, "pred_iou_thresh": 0.4, "stability_score_thresh": 0.6}
 
@@ -54,9 +62,11 @@ def test_rows_tell_of_the_unmodified_model_and_of_recipes(tiny256: Sam) -> None:
 
 def test_the_command_writes_its_rows(tmp_path: Path, tiny256: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samopt.tiny.load_tiny", lambda: tiny256)
-    mine, rows = tmp_path / "mine.toml", tmp_path / "rows.json"
+    monkeypatch.setattr("samopt.bench_plan.verified", lambda recipe, *_: Verified(recipe, {}))
+    mine, rows, picture = tmp_path / "mine.toml", tmp_path / "rows.json", tmp_path / "picture.png"
     mine.write_text('[[pass]]\nname = "where_indexing"\n')
-    arguments = ["--points-per-side", "2", "--repeats", "1", "--limit", "1", "--device", "cpu"]
+    Image.fromarray(scene_samples(1, 64)[0].image).save(picture)
+    arguments = ["--images", str(picture), "--points-per-side", "2", "--repeats", "1", "--device", "cpu"]
     result = CliRunner().invoke(app, ["bench", "everything", "--recipe", str(mine), *arguments, "--json", str(rows)])
     assert result.exit_code == 0, result.output
     written = json.loads(rows.read_text())

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -106,6 +105,18 @@ def test_differences_in_words() -> None:
     assert differences(there, here) == words
 
 
+ROOT = Path(__file__).parents[1]
+SAVED = """
+import sys
+from safetensors.torch import save_file
+from samopt import optimize, save
+from samopt.answers import record
+from samopt.passes import Compile
+from tests.models import random_sam
+model = optimize(random_sam(depth=1, global_blocks=()), [Compile()], verify="off")
+save(model, sys.argv[1])
+save_file(record(model), sys.argv[2])
+"""
 STARTED = """
 import sys
 import torch
@@ -121,22 +132,24 @@ print(samopt.report(model).notes)
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_compiles_nothing_anew(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    from samopt.answers import record
-
-    torch._dynamo.reset()
-    model: Any = optimize(random_sam(depth=1, global_blocks=()), [Compile()], verify="off")
-    save(model, tmp_path / "model")
+    wanted, answers = tmp_path / "wanted.safetensors", tmp_path / "answers.safetensors"
+    in_a_process(SAVED, tmp_path / "model", wanted, caches=tmp_path / "first")
     assert read_manifest(tmp_path / "model")["files"][CACHE]["bytes"] > 10_000
-    answers = tmp_path / "answers.safetensors"
-    command = [sys.executable, "-c", STARTED, str(tmp_path / "model"), str(answers)]
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stderr
-    counts, notes = run.stdout.splitlines()
+    counts, notes = in_a_process(STARTED, tmp_path / "model", answers, caches=tmp_path / "second").splitlines()
     assert counts == "3 0", "patch embedding, block and neck were found, and nothing was compiled"
     assert notes == "('compiled code in the folder used',)"
-    wanted = record(model)
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in load_file(answers).items())
+    expected = load_file(wanted)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in load_file(answers).items())
+
+
+def in_a_process(code: str, *arguments: Path, caches: Path) -> str:
+    """What a new Python process prints, whose caches are its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
+    run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    return run.stdout

@@ -27,6 +27,9 @@ CAST = CastDtype(decoder=False)  # of whose predicted IoU, near 0 with such weig
 PASSES = [LinearPatchEmbed(), SDPAttention(), FusedMaskDecoder(), CAST, Int8Dynamic(layers=("lin1",))]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sam, Path]:
     """An optimised model with operators of samopt's own, and the folder it was exported to, for batches of 2."""

@@ -255,6 +255,7 @@ def test_two_fresh_processes_at_once(tmp_path: Path, tiny256: Sam) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("recipe", [*built_in(), "float8", "sparse24"])
 def test_every_recipe_on_a_gpu(tmp_path: Path, recipe: str) -> None:
     from samopt.tiny import load_tiny

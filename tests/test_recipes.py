@@ -39,10 +39,11 @@ def uncompiled(recipe: str) -> list[Any]:
 
 NEEDS_A_GPU = r"skipped: .*needs? a GPU and the model is on cpu"
 EMULATED = "undone: emulated on cpu, so not faster"
-FUSED = {"TritonAttention": NEEDS_A_GPU, "LinearGELU": NEEDS_A_GPU, "TritonLayerNorm": NEEDS_A_GPU}
+NAMES = ("UpscaleMasks", "TritonAttention", "LinearGELU", "TritonLayerNorm")
+FUSED = dict.fromkeys(NAMES, NEEDS_A_GPU)
 # What becomes on a CPU of the steps that are not applied there, and the reason that the report gives.
 LEFT_OUT_ON_A_CPU = {
-    "blog": {"TritonAttention": NEEDS_A_GPU},
+    "blog": {"UpscaleMasks": NEEDS_A_GPU, "TritonAttention": NEEDS_A_GPU},
     "exact": {},
     "fast": FUSED,
     "max": {**FUSED, "SemiSparse": EMULATED, "Float8Dynamic": EMULATED, "Int8Dynamic": EMULATED},
@@ -265,6 +266,7 @@ def tiny1024() -> tuple[Sam, list[Sample]]:
     return load_tiny(), scene_samples(2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_all_cores")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_keeps_to_its_budget_at_full_size(recipe: str) -> None:

@@ -17,6 +17,7 @@ from tests.folders.images import plain_folder, shards_of
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # Ray's own
+@pytest.mark.slow
 def test_two_actors_make_the_same_shards_and_go_on_where_one_is_missing(
     sam: Sam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,6 +135,7 @@ def test_inductor_gets_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options["dynamic"] is False
     assert options["options"] == {
         "triton.cudagraphs": False,
+        "shape_padding": False,
         **torch._inductor.list_mode_options("max-autotune-no-cudagraphs"),
     }
 
