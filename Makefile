@@ -8,11 +8,12 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(VENV)/bin/samopt demo
 
+# One thread a process: as many processes as cores, each with as many threads, would wait for one another.
 test: $(READY)
-	$(PYTHON) -m pytest --numprocesses auto --dist loadfile
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses auto --dist loadfile
 
 test-slow: $(READY)
-	$(PYTHON) -m pytest --numprocesses auto -m "slow and not gpu"
+	OMP_NUM_THREADS=1 $(PYTHON) -m pytest --numprocesses auto -m "slow and not gpu"
 
 lint: $(READY)
 	$(VENV)/bin/ruff check .
