@@ -164,6 +164,7 @@ def test_a_recipe_that_loses_a_step_is_no_row(bench: Bench, monkeypatch: pytest.
     assert "found no C++ compiler" in row.note
 
 
+@pytest.mark.slow
 def test_a_pass_undone_as_not_faster_is_a_remark_of_a_row_decided_at_its_batch_size(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,6 +284,7 @@ def test_a_whole_call_answers_as_sam_predictor_does(sam: Sam, pictures: list[Sam
         assert np.array_equal(masks[0].numpy(), expected)
 
 
+@pytest.mark.slow
 def test_masks_are_compared_once_for_the_same_passes(tiny256: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
 

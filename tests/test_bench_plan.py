@@ -77,6 +77,7 @@ def test_batch_sizes_of_peers(sizes: list[int], asked: list[int], expected: list
 
 
 @pytest.mark.usefixtures("kernels_anywhere")
+@pytest.mark.slow
 def test_narrow_norms_are_verified_like_wide_ones_and_may_be_left_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

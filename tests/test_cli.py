@@ -77,6 +77,7 @@ def test_demo_prints_a_report_and_writes_a_picture(run: Callable[..., Result], t
         assert picture.width > 1000
 
 
+@pytest.mark.slow
 def test_demo_takes_a_photo(run: Callable[..., Result], tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (60, 90, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "photo.png")
@@ -189,6 +190,7 @@ def test_a_saved_model_loads_and_is_a_recipe(run: Callable[..., Result], tmp_pat
     assert Recipe.of(tmp_path / "model").steps == Recipe.of(tmp_path / "eager.toml").steps
 
 
+@pytest.mark.slow
 def test_export_takes_a_saved_model(
     run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +346,7 @@ def test_a_waterfall_of_the_embedded_model_has_speed_and_accuracy(
     assert (tmp_path / "rows.csv").read_text().count("\n") == 4
 
 
+@pytest.mark.slow
 def test_a_waterfall_of_random_weights_says_why_accuracy_is_missing(
     run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -237,6 +237,7 @@ assert "pickle" not in vars(sys.modules["samopt.load"])
 """
 
 
+@pytest.mark.slow
 def test_two_fresh_processes_at_once(tmp_path: Path, tiny256: Sam) -> None:
     model = optimize(tiny256, [*QUANTISED, Float8Dynamic()], verify="off")
     save(model, tmp_path / "model")

@@ -159,6 +159,7 @@ def test_the_lossy_recipe_keeps_to_its_own_budget(tiny256: Sam) -> None:
 
 
 @pytest.mark.usefixtures("dynamo_only", "kernels_anywhere")
+@pytest.mark.slow
 def test_with_the_passes_for_a_gpu_it_keeps_its_budget_too(tiny256: Sam) -> None:
     made = report(optimize(tiny256, "fast", samples=scene_samples(2, 256)))  # a pass that only rounds is held to it
     assert [step.status for step in made.steps] == ["applied"] * len(made.steps)
