@@ -25,6 +25,7 @@ from samopt.mask_search import Search, Thresholds, View, to_host
 from samopt.masks import area_of, changes_of, coco_rle, drop_islands, fill_holes, mask_of, run_lengths
 from samopt.memory import images_at_once, memory_budget
 from samopt.observe import check_size
+from samopt.passes.kernels.devices import upload
 from samopt.prompts import box_of
 from samopt.room import Room
 from samopt.samples import Sample
@@ -190,7 +191,7 @@ class AutomaticMaskGenerator:
                 self.model,
                 view,
                 features=features[None],
-                prompts=_to_device(transform.apply_coords(view.points, view.size), self.model.device),
+                prompts=upload(transform.apply_coords(view.points, view.size), self.model.device),
                 input_size=seen,
                 image_size=samples[view.image].image.shape[:2],
                 thresholds=self.thresholds,
@@ -270,12 +271,6 @@ def _without_duplicates(masks: list[_Found], scores: Tensor, threshold: float) -
 
     boxes = torch.tensor([mask.box for mask in masks], dtype=torch.float32).reshape(-1, 4)
     return [masks[index] for index in nms(boxes, scores.float(), threshold).tolist()]
-
-
-def _to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """The array on `device`; a GPU copies it while the host goes on."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _xywh(box: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ does in between is in its time.
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from samopt.automatic_mask_generator import AutomaticMaskGenerator
 from samopt.bench_build import free
+from samopt.bench_table import figures
 from samopt.crops import unit_grid
 from samopt.masks import Mask
 from samopt.optimize import optimize
@@ -89,13 +91,13 @@ class CallsBench:
         cuda = model.device.type == "cuda"
         free()
         generate = kind(model, **self._settings).generate
-        first = cpu_seconds(lambda: generate(self._samples[0].image))
+        first = cpu_seconds(functools.partial(generate, self._samples[0].image))
         masks = [[record["segmentation"] for record in generate(sample.image)] for sample in self._samples]
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         everything = statistics.fmean(
-            statistics.median(cpu_seconds(lambda: generate(sample.image)) for _ in range(self._repeats))  # noqa: B023
-            for sample in self._samples
+            statistics.median(cpu_seconds(call) for _ in range(self._repeats))
+            for call in (functools.partial(generate, sample.image) for sample in self._samples)
         )
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
         predict = self._predict_seconds(model)
@@ -180,8 +182,7 @@ def table(title: str, rows: Sequence[Calls]) -> Table:
     for heading, _ in COLUMNS.values():
         shown.add_column(heading, justify="right")
     for row in rows:
-        values = ((form, getattr(row, name)) for name, (_, form) in COLUMNS.items())
-        shown.add_row(Text(row.what), *("-" if value is None else form.format(value) for form, value in values))
+        shown.add_row(Text(row.what), *figures(COLUMNS, row))
     return shown
 
 

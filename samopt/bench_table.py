@@ -138,8 +138,7 @@ def table(setting: Setting, rows: Sequence[Row]) -> Table:
     for heading, _ in columns.values():
         shown.add_column(heading, justify="right")
     for row in rows:
-        figures = (_shown(form, getattr(row, name)) for name, (_, form) in columns.items())
-        shown.add_row(Text(row.what), str(row.batch_size), *figures)
+        shown.add_row(Text(row.what), str(row.batch_size), *figures(columns, row))
     return shown
 
 
@@ -151,8 +150,10 @@ def _says_something(name: str, setting: Setting, rows: Sequence[Row]) -> bool:
     return any(known) if name == "peak_gib" else bool(known)
 
 
-def _shown(form: str, value: float | None) -> str:
-    return "-" if value is None else form.format(value)
+def figures(columns: Mapping[str, tuple[str, str]], row: Any) -> list[str]:
+    """A row's figures as a table shows them, of columns by attribute: title, and how the figure is written."""
+    values = ((form, getattr(row, name)) for name, (_, form) in columns.items())
+    return ["-" if value is None else form.format(value) for form, value in values]
 
 
 def _caption(setting: Setting, rows: Sequence[Row]) -> str:

@@ -1,9 +1,20 @@
-"""Where the kernels can run."""
+"""Where the kernels can run, and how data get there."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.utils._triton import has_triton_package
+
+
+def upload(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor on a device; a GPU copies it while the host goes on."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def no_gpu(device: torch.device, who_needs_it: str) -> str | None:

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from samopt.passes.kernels.devices import upload
+
 TAPS = 3
 FARTHEST = 2**31 - 1
 BLOCK_Y, BLOCK_X, ROWS = 8, 128, 64  # of the kernels; a program that measures takes as many rows
@@ -125,9 +127,8 @@ def measure(logits: Tensor, frame: Frame, threshold: float, offset: float, valid
 def _taps(low: tuple[int, int], frame: Frame, device: torch.device) -> tuple[Tensor, Tensor]:
     """The rows and the columns that pixels are made of, on the device: float32 [H, 4] and [W, 4]."""
     sizes = zip(low, frame.input_size, frame.original_size, strict=True)
-    both = torch.from_numpy(np.concatenate([taps(here, frame.img_size, *size) for here, *size in sizes]))
-    on_device = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both
-    rows, columns = on_device.split(frame.original_size)
+    both = np.concatenate([taps(here, frame.img_size, *size) for here, *size in sizes])
+    rows, columns = upload(both, device).split(frame.original_size)
     return rows, columns
 
 
