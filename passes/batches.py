@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from samopt.passes.cuda_graphs import CudaGraphs
+from samopt.passes.dtype import dtype_inside
 from samopt.passes.parts import Parts
 
 
@@ -56,15 +57,17 @@ def encode(batches: Batches, encoder: nn.Module, call: Callable[[Tensor], Tensor
     parts = batches.parts(encoder)
     if x.dim() != 4 or len(x) == 0 or parts.hooked():
         return call(x)
-    features = [_encode_piece(batches, parts, call, piece) for piece in x.split(batches.sizes[-1])]
+    features = [_encode_piece(batches, encoder, parts, call, piece) for piece in x.split(batches.sizes[-1])]
     return features[0] if len(features) == 1 else torch.cat(features)
 
 
-def _encode_piece(batches: Batches, parts: Parts, call: Callable[[Tensor], Tensor], piece: Tensor) -> Tensor:
+def _encode_piece(
+    batches: Batches, encoder: nn.Module, parts: Parts, call: Callable[[Tensor], Tensor], piece: Tensor
+) -> Tensor:
     count = len(piece)
     pixels = fill_up(piece, next(size for size in batches.sizes if size >= count))
     if batches.graphs is not None and batches.graphs.may_stand_for(pixels, parts):
-        return batches.graphs.replay(pixels, count, parts, call)
+        return batches.graphs.replay(pixels, count, parts, call, dtype_inside(encoder) or pixels.dtype)
     features = call(pixels)
     return features if len(pixels) == count else features[:count].clone()  # a view would keep the filling's memory
 

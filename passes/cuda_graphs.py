@@ -46,8 +46,8 @@ class Device(Protocol):
     def takes(self, pixels: Tensor) -> bool:
         """Whether work on `pixels` can be captured now."""
 
-    def capture(self, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Captured:
-        """Captures `call` on a buffer like `pixels`."""
+    def capture(self, call: Callable[[Tensor], Tensor], buffer: Tensor) -> Captured:
+        """Captures `call` on `buffer`, which is the graph's own from then on."""
 
     def turn(self, device: torch.device) -> AbstractContextManager[None]:
         """What is done inside happens on the GPU after all that was done inside before, whatever the streams."""
@@ -72,7 +72,9 @@ class CudaGraphs:
             return False
         return self._device.takes(pixels)
 
-    def replay(self, pixels: Tensor, count: int, parts: Parts, call: Callable[[Tensor], Tensor]) -> Tensor:
+    def replay(
+        self, pixels: Tensor, count: int, parts: Parts, call: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> Tensor:
         """Returns the first `count` of `call(pixels)`, as a tensor that no later replay overwrites.
 
         Args:
@@ -81,15 +83,16 @@ class CudaGraphs:
             count: of images, up to B.
             parts: of the encoder that `call` runs.
             call: captured where it was not; it may compile.
+            dtype: what `call` casts pixels to before anything else, or theirs: it is cast on the way into the graph.
 
         Raises:
             SamoptError: `call` does something that cannot be captured.
         """
-        key = (pixels.shape, pixels.dtype, pixels.device, *_modes())
+        key = (pixels.shape, dtype, pixels.device, *_modes())
         with self._lock:
             self._forget_if_moved(parts)
             if (graph := self._graphs.get(key)) is None:
-                graph = self._graphs[key] = self._device.capture(call, pixels)
+                graph = self._graphs[key] = self._device.capture(call, pixels.to(dtype, copy=True))
             with self._device.turn(pixels.device):
                 graph.pixels.copy_(pixels)
                 graph.run()
@@ -133,14 +136,13 @@ class Cuda:
             return False
         return not torch.cuda.is_current_stream_capturing()
 
-    def capture(self, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Captured:
+    def capture(self, call: Callable[[Tensor], Tensor], buffer: Tensor) -> Captured:
         """Calls it a few times on a side stream, for what happens only once, and captures it there."""
         # One lock over both, as what is done only once may wait for the whole GPU, which breaks a capture.
-        with _CAPTURING, torch.cuda.device(pixels.device):
+        with _CAPTURING, torch.cuda.device(buffer.device):
             if self._side is None:
                 self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-            buffer, graph = pixels.clone(), torch.cuda.CUDAGraph()
-            current = torch.cuda.current_stream()
+            graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             self._side.wait_stream(current)
             with torch.cuda.stream(self._side):
                 for _ in range(WARM_UPS):

@@ -81,6 +81,13 @@ def cast_at_borders(inner: Callable[..., Any], module: nn.Module, *args: Any, **
     return _cast(inner(*args, **kwargs), torch.float32)
 
 
+def dtype_inside(module: nn.Module) -> torch.dtype | None:
+    """What a module's forward casts its arguments to before anything else; None where it does not."""
+    bound = vars(module).get("forward")
+    function = getattr(bound, "func", getattr(bound, "__func__", None))
+    return next(module.parameters()).dtype if function is cast_at_borders else None
+
+
 def layer_norm_2d_in_float32(norm: Any, x: Tensor) -> Tensor:
     """SAM's LayerNorm2d over the channels of [B, C, H, W], computed in float32 whatever the dtype of `x`.
 

@@ -79,6 +79,7 @@ class StandIn:
 
     Attributes:
         captured: the batch size of each capture.
+        dtypes: what each capture's pixels are kept in.
         replays: how often a graph ran.
         resets: how often the graphs were thrown away.
         refuses: whether nothing can be captured now.
@@ -86,6 +87,7 @@ class StandIn:
 
     def __init__(self) -> None:
         self.captured: list[int] = []
+        self.dtypes: list[torch.dtype] = []
         self.replays = self.resets = 0
         self.refuses = False
         self._turn = False
@@ -94,9 +96,9 @@ class StandIn:
     def takes(self, pixels: Tensor) -> bool:
         return not self.refuses
 
-    def capture(self, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Captured:
-        self.captured.append(len(pixels))
-        buffer = pixels.clone()
+    def capture(self, call: Callable[[Tensor], Tensor], buffer: Tensor) -> Captured:
+        self.captured.append(len(buffer))
+        self.dtypes.append(buffer.dtype)
         call(buffer)  # compiles, which is no part of a graph
         with Recording() as recording:
             answer = call(buffer)

@@ -274,6 +274,19 @@ def test_every_size_is_captured_once_and_features_stay(scope: Scope, on_stand_in
     assert on_stand_in.captured == [1, 4]
 
 
+@pytest.mark.usefixtures("dynamo_only")
+def test_pixels_are_cast_on_the_way_into_a_graph(on_stand_in: StandIn) -> None:
+    sam = random_sam()
+    CastDtype()(sam)
+    before = copy.deepcopy(sam.image_encoder)
+    Compile(batch_sizes=(1,), cuda_graphs=True)(sam)
+    image = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        for pixels in (image, image.double()):
+            assert_same(sam.image_encoder(pixels), before(image))
+    assert (on_stand_in.captured, on_stand_in.dtypes) == ([1], [torch.bfloat16])
+
+
 @pytest.mark.parametrize("scope", SCOPES)
 def test_a_hook_is_not_passed_by_by_a_replay(scope: Scope, on_stand_in: StandIn) -> None:
     sam = random_sam()

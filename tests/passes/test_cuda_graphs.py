@@ -29,7 +29,7 @@ class Model:
 
     def __call__(self, pixels: Tensor, count: int | None = None) -> Tensor:
         count = len(pixels) if count is None else count
-        return self.graphs.replay(pixels, count, self.parts, self.layer)
+        return self.graphs.replay(pixels, count, self.parts, self.layer, pixels.dtype)
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_one_graph_for_each_shape_dtype_and_mode(model: Model) -> None:
             model(pixels)
         with torch.inference_mode():
             assert model(pixels).is_inference()
-        model.graphs.replay(pixels.double(), 2, model.parts, lambda pixels: model.layer(pixels.float()))
+        model.graphs.replay(pixels.double(), 2, model.parts, lambda pixels: model.layer(pixels.float()), torch.float64)
     assert model.device.captured == [2, 1, 2, 2, 2, 2]
     assert model.device.replays == 12
 
@@ -138,7 +138,7 @@ def test_a_failed_capture_leaves_no_graph(model: Model, monkeypatch: pytest.Monk
         raise RuntimeError("not permitted")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        model.graphs.replay(pixels, 1, model.parts, fail)
+        model.graphs.replay(pixels, 1, model.parts, fail, pixels.dtype)
     assert_bit_equal(model(pixels), model.layer(pixels))
 
 
