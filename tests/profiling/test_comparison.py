@@ -75,10 +75,10 @@ def test_loops_that_are_compiled_for_a_cpu_have_names() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.gpu
-def test_on_a_gpu_kernels_memory_and_snapshots(pictures: list[Sample], tmp_path: Path) -> None:
+def test_on_a_gpu_kernels_memory_and_snapshots(tmp_path: Path) -> None:
     from samopt.tiny import load_tiny
 
-    found = compare(load_tiny().to("cuda"), "fast", pictures, out=tmp_path, logs=True)
+    found = compare(load_tiny().to("cuda"), "fast", out=tmp_path, logs=True)
     peaks = []
     for one in (found.before, found.after):
         assert one.memory is not None
