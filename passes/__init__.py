@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from samopt.base import Pass
 from samopt.passes.compile import Compile
+from samopt.passes.deferred_sum import DeferredSum
 from samopt.passes.device_preprocess import DevicePreprocess
 from samopt.passes.dtype import CastDtype
 from samopt.passes.float8 import Float8Dynamic
@@ -17,6 +18,7 @@ from samopt.passes.rel_pos import HoistRelPos
 from samopt.passes.sdpa import SDPAttention
 from samopt.passes.semi_sparse import SemiSparse
 from samopt.passes.triton_attention import TritonAttention
+from samopt.passes.tuned_linear import TunedLinear
 from samopt.passes.upscale_masks import UpscaleMasks
 from samopt.passes.where_indexing import WhereIndexing
 
@@ -32,7 +34,9 @@ PASSES: dict[str, type[Pass]] = {
     "dtype": CastDtype,
     "triton_attention": TritonAttention,
     "linear_gelu": LinearGELU,
+    "tuned_linear": TunedLinear,
     "layer_norm": TritonLayerNorm,
+    "deferred_sum": DeferredSum,
     "sparse24": SemiSparse,
     "float8": Float8Dynamic,
     "int8": Int8Dynamic,
@@ -43,6 +47,7 @@ __all__ = [
     "PASSES",
     "CastDtype",
     "Compile",
+    "DeferredSum",
     "DevicePreprocess",
     "Float8Dynamic",
     "FusedMaskDecoder",
@@ -55,6 +60,7 @@ __all__ = [
     "SemiSparse",
     "TritonAttention",
     "TritonLayerNorm",
+    "TunedLinear",
     "UpscaleMasks",
     "WhereIndexing",
 ]

@@ -74,7 +74,7 @@ class Compile(Pass):
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     cuda_graphs: bool | Literal["auto"] = False
     decoder: bool | Literal["auto"] = False
-    recompile_limit: int = 64
+    recompile_limit: int = 128
 
     phase: ClassVar[Phase] = Phase.COMPILE
     numerics: ClassVar[Numerics] = Numerics.ROUNDING

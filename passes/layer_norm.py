@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes import encoder_block
-from samopt.passes.encoder_block import ADD, ADD_NORM, encoder_blocks, in_parts
+from samopt.passes.encoder_block import ADD, ADD_NORM, SUM_NORM, Unsummed, encoder_blocks, in_parts
 from samopt.passes.kernels.devices import cannot_run
-from samopt.passes.kernels.layer_norm import WIDEST, add_layer_norm, layer_norm, residual_sum
+from samopt.passes.kernels.layer_norm import WIDEST, add_layer_norm, layer_norm, residual_sum, sum_layer_norm
 from samopt.rebind import clone, mark, marked, rebind
 from samopt.result import Site, Skip
 from samopt.structure import differs
@@ -27,8 +27,8 @@ from samopt.structure import differs
 class TritonLayerNorm(Pass):
     """Rewrites the layer norms of the encoder's blocks, where rows are wide, to a Triton kernel.
 
-    The second norm adds the residual on the way, and the sum that ends a block is a kernel too. It needs a GPU of
-    compute capability 8.0 or above.
+    The second norm adds the residual on the way, and the sum that ends a block is a kernel too, or, where it is left to
+    the next block (see `DeferredSum`), inside that one's first norm. It needs a GPU of compute capability 8.0 or above.
 
     Attributes:
         wider_than: narrower rows are left to TorchInductor, which keeps up to 1,024 in registers.
@@ -58,8 +58,8 @@ class TritonLayerNorm(Pass):
         new: Any = clone(module)
         rebind(new.norm1, "forward", norm)
         rebind(new.norm2, "forward", norm)
-        mark(new.norm2)
-        in_parts(new, **{ADD_NORM: add_norm, ADD: add})
+        mark(new.norm1, new.norm2)
+        in_parts(new, **{ADD_NORM: add_norm, ADD: add, SUM_NORM: sum_norm})
         return new
 
 
@@ -90,3 +90,10 @@ def add_norm(self: Any, x: Tensor, attended: Tensor) -> Tensor:
 def add(self: Any, x: Tensor, attended: Tensor, mlp: Tensor) -> Tensor:
     """The sum that ends the block, [B, H, W, C]."""
     return residual_sum(x, attended, mlp)
+
+
+def sum_norm(self: Any, terms: Unsummed) -> tuple[Tensor, Any]:
+    """The sum of what the block before left, [B, H, W, C], and the first norm of it."""
+    if not marked(self.norm1) or terms.mlp is None:
+        return encoder_block.sum_norm(self, terms)
+    return sum_layer_norm(*terms, self.norm1.weight, self.norm1.bias, self.norm1.eps)

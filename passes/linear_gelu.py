@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes.kernels.devices import no_gpu
-from samopt.passes.kernels.linear_gelu import linear_gelu
+from samopt.passes.kernels.linear import linear as linear_operator
 from samopt.rebind import clone, mark, marked, rebind
 from samopt.result import Site, Skip
 from samopt.structure import differs, encoders, join
@@ -27,7 +27,7 @@ class LinearGELU(Pass):
     """Fuses the encoder's `lin1` and GELU; on a GPU only, in bfloat16: apply it after `CastDtype`.
 
     The activation takes its tanh form. It is off by 4.8e-4 at most, more than bfloat16 rounds small values, but far
-    less than it rounds the products that follow (see `samopt.passes.kernels.linear_gelu`). The first layer computes
+    less than it rounds the products that follow (see `samopt.passes.kernels.linear`). The first layer computes
     both, and `act` passes its input on: hooks on them see that. Where another pass puts another first layer or
     activation in their place later, the MLP runs the two as SAM's does.
     """
@@ -86,7 +86,8 @@ def mlp(self: Any, x: Tensor) -> Tensor:
 def linear(self: Any, x: Tensor, gelu: bool = False) -> Tensor:
     """x W^T + b for x [..., K], or its GELU: [..., N]."""
     if gelu and self.weight.dtype is torch.bfloat16:
-        return linear_gelu(x.to(torch.bfloat16), self.weight, self.bias)  # under autocast, a norm gives float32
+        x = x.to(torch.bfloat16)  # under autocast, a norm gives float32
+        return linear_operator(x, self.weight, self.bias, True)
     y = F.linear(x, self.weight, self.bias)
     return F.gelu(y) if gelu else y
 

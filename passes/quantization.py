@@ -22,9 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from samopt.passes import encoder_block, linear_gelu, triton_attention
-from samopt.passes.encoder_block import ADD, ADD_NORM, ATTEND, NORM, encoder_blocks, in_parts
+from samopt.passes.encoder_block import ADD, ADD_NORM, ATTEND, NORM, SUM_NORM, Unsummed, encoder_blocks, in_parts
 from samopt.passes.kernels.float8_gelu import float8_gelu
-from samopt.passes.kernels.quantized_rows import LEAST, LIMITS, Rows, layer_norm_rows, quantize_rows
+from samopt.passes.kernels.quantized_rows import (
+    LEAST,
+    LIMITS,
+    Rows,
+    layer_norm_rows,
+    quantize_rows,
+    sum_layer_norm_rows,
+)
 from samopt.passes.layer_norm import add, unfit_norm
 from samopt.passes.linears import linears
 from samopt.passes.quantized_linear import QuantizedLinear, takes_rows, unfit, weight_of
@@ -80,7 +87,7 @@ def _give_rows(block: Any, quantized: list[str], dtype: torch.dtype) -> nn.Modul
     parts: dict[str, Any] = {}
     attends = getattr(vars(new).get(ATTEND), "func", None) is triton_attention.attend
     if attends and "attn.qkv" in quantized and not unfit_norm(new.norm1):
-        parts[NORM] = norm
+        parts[NORM], parts[SUM_NORM] = norm, sum_norm
         mark(new.norm1)
         if dtype is FLOAT8 and "attn.proj" in quantized:
             parts[ATTEND] = attend
@@ -135,10 +142,24 @@ def largest(linear: Any, norm: Any) -> Tensor:
 
 def norm(self: Any, x: Tensor) -> Tensor | Rows:
     """The block's first norm, of x [B, H, W, C], as `qkv` takes it."""
-    attn = self.attn
-    if not (marked(self.norm1, attn) and marked(attn.qkv) and takes_rows(attn.qkv)):  # another one stands there now
+    if not _gives_rows(self):
         return encoder_block.norm(self, x)
-    return _norm_rows(self.norm1, x, None, attn.qkv)
+    return _norm_rows(self.norm1, x, None, self.attn.qkv)
+
+
+def sum_norm(self: Any, terms: Unsummed) -> tuple[Tensor, Any]:
+    """The sum of what the block before left, [B, H, W, C], and the first norm of it, as `qkv` takes it."""
+    if terms.mlp is None or not _gives_rows(self):
+        return encoder_block.sum_norm(self, terms)
+    norm1, dtype = self.norm1, self.attn.qkv.weight.dtype
+    x, values, scales = sum_layer_norm_rows(*terms, norm1.weight, norm1.bias, norm1.eps, dtype)
+    return x, Rows(values, scales)
+
+
+def _gives_rows(block: Any) -> bool:
+    """Whether norm and attention still are those that the pass saw."""
+    attn = block.attn
+    return marked(block.norm1, attn) and marked(attn.qkv) and takes_rows(attn.qkv)
 
 
 def attend(self: Any, x: Any) -> Tensor:

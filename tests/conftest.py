@@ -18,7 +18,15 @@ from segment_anything.modeling import Sam
 from torch import nn
 
 from samopt import Sample, optimize
-from samopt.passes import HoistRelPos, WhereIndexing, layer_norm, linear_gelu, triton_attention, upscale_masks
+from samopt.passes import (
+    HoistRelPos,
+    WhereIndexing,
+    layer_norm,
+    linear_gelu,
+    triton_attention,
+    tuned_linear,
+    upscale_masks,
+)
 from tests.models import random_sam
 from tests.toy_graphs import refuse_original
 
@@ -75,6 +83,7 @@ def kernels_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
         (layer_norm, "cannot_run"),
         (upscale_masks, "cannot_run"),
         (linear_gelu, "no_gpu"),
+        (tuned_linear, "no_gpu"),
     ):
         monkeypatch.setattr(module, question, lambda *_: None)
     monkeypatch.setattr(layer_norm.TritonLayerNorm.__init__, "__defaults__", (0,))  # in recipes, too

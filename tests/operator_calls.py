@@ -13,7 +13,7 @@ import samopt.passes.kernels.float8_gelu
 import samopt.passes.kernels.float8_linear
 import samopt.passes.kernels.int8_linear
 import samopt.passes.kernels.layer_norm
-import samopt.passes.kernels.linear_gelu
+import samopt.passes.kernels.linear
 import samopt.passes.kernels.quantized_rows  # noqa: F401 - each registers its operators
 from samopt.passes.kernels.attention_launch import Geometry
 from tests.attention_problems import random_tensors, scale_of
@@ -23,9 +23,11 @@ OPERATORS = (
     "layer_norm",
     "add_layer_norm",
     "residual_sum",
-    "linear_gelu",
+    "sum_layer_norm",
+    "linear",
     "quantize_rows",
     "layer_norm_rows",
+    "sum_layer_norm_rows",
     "int8_linear",
     "float8_linear",
     "float8_gelu",
@@ -68,12 +70,20 @@ def arguments(name: str, dtype: torch.dtype, device: str = "cpu", rearranged: bo
         "layer_norm": lambda: (normal(2, 3, 5, 96), normal(96), normal(96), 1e-6),
         "add_layer_norm": lambda: (normal(2, 3, 5, 96), normal(2, 3, 5, 96), normal(96), normal(96), 1e-6),
         "residual_sum": lambda: (normal(2, 3, 5, 96), normal(2, 3, 5, 96), normal(2, 3, 5, 96)),
+        "sum_layer_norm": lambda: (*(normal(2, 3, 5, 96) for _ in range(3)), normal(96), normal(96), 1e-6),
         "quantize_rows": lambda: (normal(2, 3, 5, 96), torch.int8, True),
         "layer_norm_rows": lambda: (normal(2, 3, 5, 96), normal(2, 3, 5, 96), normal(96), normal(96), 1e-6, torch.int8),
+        "sum_layer_norm_rows": lambda: (
+            *(normal(2, 3, 5, 96) for _ in range(3)),
+            normal(96),
+            normal(96),
+            1e-6,
+            torch.int8,
+        ),
         "float8_linear": lambda: (*layer(torch.float8_e4m3fn), True, dtype),
         "int8_linear": lambda: (*layer(torch.int8), True, dtype),
         "float8_gelu": lambda: (*layer(torch.float8_e4m3fn), torch.tensor(0.25, device=device)),
-        "linear_gelu": lambda: (normal(2, 3, 5, 96), normal(64, 96), normal(64)),
+        "linear": lambda: (normal(2, 3, 5, 96), normal(64, 96), normal(64), True),
     }
     first, *others = calls[name]()
     if rearranged:

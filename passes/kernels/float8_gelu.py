@@ -25,7 +25,7 @@ def float8_gelu(
 ) -> Tensor:
     """The GELU of a linear layer, divided by `scale` and rounded to float8 once.
 
-    GELU is in the tanh form (see `linear_gelu`). What is too large becomes the largest value, 448; NaN stays NaN.
+    GELU is in the tanh form (see `linear`). What is too large becomes the largest value, 448; NaN stays NaN.
 
     Args:
         x: [..., K], float8_e4m3fn, contiguous.

@@ -1,4 +1,4 @@
-"""GELU in Triton kernels: the tanh form, as in `linear_gelu`, written with one exponential.
+"""GELU in Triton kernels: the tanh form, as in `linear`, written with one exponential.
 
 0.5 x (1 + tanh(u)) = x / (1 + exp(-2 u)),      u = sqrt(2 / pi) (x + 0.044715 x^3)
 

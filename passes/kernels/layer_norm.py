@@ -1,5 +1,5 @@
-"""Layer norm over the last dimension, alone and after a sum, and the sum that ends a block, as operators:
-`torch.ops.samopt.layer_norm`, `torch.ops.samopt.add_layer_norm` and `torch.ops.samopt.residual_sum`.
+"""Layer norm over the last dimension, alone and after a sum, and the sum that ends a block, alone and with the norm
+that begins the next, as operators: `torch.ops.samopt.layer_norm`, `add_layer_norm`, `residual_sum`, `sum_layer_norm`.
 
 The norm of a sum is that of the sum before it was rounded, as TorchInductor's fused kernels have it.
 """
@@ -67,6 +67,27 @@ def residual_sum(x: Tensor, attended: Tensor, mlp: Tensor) -> Tensor:
     return (x.float() + attended.float() + mlp.float()).to(x.dtype).contiguous()
 
 
+@torch.library.custom_op("samopt::sum_layer_norm", mutates_args=(), device_types="cpu")
+def sum_layer_norm(
+    x: Tensor, attended: Tensor, mlp: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x + attended + mlp, in float32 and rounded once, and the layer norm of it, see `layer_norm`.
+
+    Args:
+        x: [..., C], contiguous.
+        attended: as x.
+        mlp: as x.
+        weight: [C].
+        bias: [C].
+        eps: added to the variance.
+
+    Returns:
+        The sum and its norm, both [..., C] in the dtype of `x`, contiguous.
+    """
+    total = x.float() + attended.float() + mlp.float()
+    return total.to(x.dtype).contiguous(), layer_norm(total, weight, bias, eps).to(x.dtype)
+
+
 @layer_norm.register_fake
 def _fake_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
@@ -82,14 +103,29 @@ def _fake_sum(x: Tensor, attended: Tensor, mlp: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@sum_layer_norm.register_fake
+def _fake_sum_norm(
+    x: Tensor, attended: Tensor, mlp: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape)
+
+
 @layer_norm.register_kernel("cuda")
 def _cuda_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return launch(x, None, weight, bias, eps, x.new_empty(x.shape))
+    return launch((x,), weight, bias, eps, x.new_empty(x.shape))
 
 
 @add_layer_norm.register_kernel("cuda")
 def _cuda_add(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return launch(x, residual, weight, bias, eps, x.new_empty(x.shape))
+    return launch((x, residual), weight, bias, eps, x.new_empty(x.shape))
+
+
+@sum_layer_norm.register_kernel("cuda")
+def _cuda_sum_norm(
+    x: Tensor, attended: Tensor, mlp: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = x.new_empty(x.shape)
+    return total, launch((x, attended, mlp), weight, bias, eps, x.new_empty(x.shape), total)
 
 
 @residual_sum.register_kernel("cuda")
@@ -106,25 +142,28 @@ def launch_sum(x: Tensor, attended: Tensor, mlp: Tensor) -> Tensor:
 
 
 def launch(
-    x: Tensor,
-    residual: Tensor | None,
+    terms: tuple[Tensor, ...],
     weight: Tensor,
     bias: Tensor,
     eps: float,
     out: Tensor,
+    total: Tensor | None = None,
     scales: Tensor | None = None,
     limit: float = 0.0,
 ) -> Tensor:
-    """Runs the kernel: the norm of x, or of x + residual, into `out`; quantised up to `limit`, where there are scales
-    to fill."""
+    """Runs the kernel: the norm of the sum of one to three terms, into `out`, and the sum itself into `total`; the norm
+    quantised up to `limit`, where there are scales to fill."""
     from samopt.passes.kernels.row_norm import row_norm
 
-    x, residual = x.contiguous(), None if residual is None else residual.contiguous()
+    x, residual, second = (*(term.contiguous() for term in terms), None, None)[:3]
+    assert x is not None
     C = x.shape[-1]
     with torch.cuda.device_of(x):
         row_norm[(x.numel() // C,)](
             x,
             residual,
+            second,
+            total,
             weight,
             bias,
             out,

@@ -1,5 +1,5 @@
 """Rows quantised each by its own scale, to int8 or float8 (e4m3), as operators: `torch.ops.samopt.quantize_rows`, and
-`torch.ops.samopt.layer_norm_rows`, which norms them first.
+`layer_norm_rows`, which norms them first, and `sum_layer_norm_rows`, which adds, gives the sum, and norms that.
 
 A row is divided by its scale, the largest |value| / 127 or / 448, and rounded to the nearest value of the dtype, half
 to even: symmetric, so that zero stays zero. Rows of zeros stay zeros and have a scale above zero; the scale of a row
@@ -57,7 +57,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, gelu: bool = False) -> tuple[Te
     Args:
         x: [..., C], in any floating dtype.
         dtype: int8 or float8_e4m3fn.
-        gelu: whether to take their GELU first, in float32, in the tanh form (see `linear_gelu`).
+        gelu: whether to take their GELU first, in float32, in the tanh form (see `linear`).
 
     Returns:
         What `Rows` holds.
@@ -88,6 +88,29 @@ def layer_norm_rows(
     return rows.values, rows.scales
 
 
+@torch.library.custom_op("samopt::sum_layer_norm_rows", mutates_args=(), device_types="cpu")
+def sum_layer_norm_rows(
+    x: Tensor, attended: Tensor, mlp: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + attended + mlp, rounded once, and its layer norm quantised; the norm is that of the sum before rounding.
+
+    Args:
+        x: [..., C], in any floating dtype.
+        attended: as x.
+        mlp: as x.
+        weight: [C].
+        bias: [C].
+        eps: added to the variance.
+        dtype: int8 or float8_e4m3fn.
+
+    Returns:
+        The sum in the dtype of `x`, [..., C], contiguous; and what `Rows` holds.
+    """
+    total = x.float() + attended.float() + mlp.float()
+    rows = quantized(F.layer_norm(total, weight.shape, weight.float(), bias.float(), eps), dtype)
+    return total.to(x.dtype).contiguous(), rows.values, rows.scales
+
+
 def _empty(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
@@ -102,6 +125,13 @@ def _fake_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return _empty(x, dtype)
+
+
+@sum_layer_norm_rows.register_fake
+def _fake_sum_norm(
+    x: Tensor, attended: Tensor, mlp: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    return x.new_empty(x.shape), *_empty(x, dtype)
 
 
 @quantize_rows.register_kernel("cuda")
@@ -124,5 +154,16 @@ def _cuda_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     values, scales = _empty(x, dtype)
-    launch_norm(x, residual, weight, bias, eps, values, scales, LIMITS[dtype])
+    terms = (x,) if residual is None else (x, residual)
+    launch_norm(terms, weight, bias, eps, values, None, scales, LIMITS[dtype])
     return values, scales
+
+
+@sum_layer_norm_rows.register_kernel("cuda")
+def _cuda_sum_norm(
+    x: Tensor, attended: Tensor, mlp: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x.new_empty(x.shape)
+    values, scales = _empty(x, dtype)
+    launch_norm((x, attended, mlp), weight, bias, eps, values, total, scales, LIMITS[dtype])
+    return total, values, scales

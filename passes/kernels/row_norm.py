@@ -1,10 +1,11 @@
-"""Layer norm of one row by one program, which keeps it in registers: read once, a residual added on the way.
+"""Layer norm of one row by one program, which keeps it in registers: read once, residuals added on the way.
 
-s = x + residual
+s = x + residual + second
 y = (s - mean) / sqrt(variance + eps) * weight + bias,      mean and variance of the row of s, in float32
 
-Where the next product is quantised, y is quantised before it leaves the registers. A row is kept in two parts, of
-powers of two: 1,280 as 1,024 + 256, where one part of 2,048 would have the warp compute on 768 values that are none.
+Where s is wanted itself, it is stored too. Where the next product is quantised, y is quantised before it leaves the
+registers. A row is kept in two parts, of powers of two: 1,280 as 1,024 + 256, where one part of 2,048 would have the
+warp compute on 768 values that are none.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from samopt.passes.kernels.row_quantize import row_scale, store_part
 def row_norm(
     x,  # [M, C]
     residual,  # [M, C], or None: nothing is added
+    second,  # likewise
+    total,  # [M, C]: where s goes; or None
     weight,  # [C]
     bias,  # [C]
     out,  # [M, C]
@@ -33,10 +36,10 @@ def row_norm(
     row = program * C
     column1 = tl.arange(0, C1)
     column2 = C1 + tl.arange(0, C2 if C2 > 0 else 1)
-    part1 = _sum(x, residual, row, column1, C)
+    part1 = _sum(x, residual, second, total, row, column1, C)
     part2 = tl.zeros([C2 if C2 > 0 else 1], tl.float32)
     if C2 > 0:
-        part2 = _sum(x, residual, row, column2, C)
+        part2 = _sum(x, residual, second, total, row, column2, C)
     mean = (tl.sum(part1, axis=0) + tl.sum(part2, axis=0)) / C
     part1 = part1 - mean
     part2 = tl.where(column2 < C, part2 - mean, 0.0)
@@ -55,10 +58,14 @@ def row_norm(
 
 
 @triton.jit
-def _sum(x, residual, row, column, C: tl.constexpr):
+def _sum(x, residual, second, total, row, column, C: tl.constexpr):
     values = tl.load(x + row + column, mask=column < C, other=0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + row + column, mask=column < C, other=0.0).to(tl.float32)
+    if second is not None:
+        values += tl.load(second + row + column, mask=column < C, other=0.0).to(tl.float32)
+    if total is not None:
+        tl.store(total + row + column, values.to(total.dtype.element_ty), mask=column < C)
     return values
 
 

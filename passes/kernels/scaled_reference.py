@@ -13,7 +13,7 @@ def scaled_linear(
     """x W^T of 8-bit matrices, which stand for x * x_scale and W * weight_scale, plus bias, then GELU if wanted.
 
     The product is multiplied by `x_scale`, then by `weight_scale`, then the bias is added, all in float32, and the
-    kernel computes in the same order. GELU is in the tanh form (see `linear_gelu`).
+    kernel computes in the same order. GELU is in the tanh form (see `linear`).
 
     Args:
         x: [..., K] int8 or float8_e4m3fn, contiguous.

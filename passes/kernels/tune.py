@@ -1,7 +1,8 @@
 """Finds configurations for Meta's models on this GPU: `python -m samopt.passes.kernels.tune [FILE]`.
 
-They are added to FILE, by default to the `tuned.json` that samopt ships. What was tuned for other source of the kernels
-is dropped from it. Each is written as it is found; where none works, that is told, and the others are still sought.
+They are added to FILE, by default to the `tuned.json` that samopt ships. What it has already stays, and is not sought
+again; what was tuned for other source of the kernels is dropped from it. Each is written as it is found; where none
+works, that is told, and the others are still sought.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 import torch
 
 from samopt.errors import Unsupported, first_line
-from samopt.passes.kernels import tuning
+from samopt.passes.kernels import linear, tuning
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
+from samopt.passes.kernels.cublaslt import Product
 from samopt.passes.kernels.devices import cannot_run
 from samopt.passes.kernels.scaled_problem import float8_problem, int8_problem
 from samopt.passes.kernels.tuning import Problem
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (OSError, ValueError) as error:
         parser.error(f"{file} cannot be added to: {first_line(error)}")
     for sought in problems(device):  # one after the other: each holds its inputs
+        if sought.versioned_key() in entries:
+            continue
         try:
             config = tuning.tune(sought)
         except Unsupported as error:
@@ -63,6 +67,10 @@ def problems(device: torch.device) -> Iterator[Problem]:
     for channels, rows in itertools.product(CHANNELS, ROWS):
         for outputs, inputs in ((3, 1), (1, 1), (4, 1), (1, 4)):  # a block's layers; the last takes GELU at its entry
             yield int8_problem(rows, outputs * channels, inputs * channels, False, torch.bfloat16, device)
+            if device.type == "cuda":
+                gelu = outputs == 4
+                sizes = rows, outputs * channels, inputs * channels
+                yield linear.problem(Product(*sizes, torch.bfloat16, True, gelu, device))
         yield float8_problem(rows, 4 * channels, channels, device)
 
 

@@ -45,7 +45,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("copies", r"(?i)nchwtonhwc|nhwctonchw|im2col|col2im"),
     ("convolution", r"(?i)convolution|conv\dd|conv_|_conv|convolve|[fw]prop|[dw]grad|winograd"),
     ("normalisation", r"(?i)(layer|batch|group|rms|row)_?norm|rowwisemoments"),
-    ("matmul", r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|addmm|addmv|bmm|_linear|linear_gelu|float8_gelu"),
+    ("matmul", r"(?i)gemm|gemv|nvjet|cutlass|cublas|splitk|matmul|addmm|addmv|bmm|_linear|samopt::linear|float8_gelu"),
     ("matmul", r"_mm\b|^aten::(mm|mv|dot|linear|einsum)\b"),
     ("copies", r"(?i)memcpy|memset|copy|catarray|index_|_index|gather|scatter|fillfunctor|pad_nd|transpose_kernel"),
     ("copies", r"^aten::(cat|clone|contiguous|index|fill_|zero_|repeat)\b"),

@@ -29,7 +29,7 @@ NAMES = {
         "void cublasLt::splitKreduce_kernel<32, 16, int>(cublasSplitKParams)",
         *("triton_tem_fused_addmm_gelu_7", "scaled_matmul", "mkl::_mkl_linear"),
         *("aten::addmm", "aten::addmm_", "aten::bmm", "aten::mm", "aten::einsum"),
-        *("samopt::int8_linear", "samopt::float8_gelu", "samopt::linear_gelu"),
+        *("samopt::int8_linear", "samopt::float8_gelu", "samopt::linear"),
     ],
     "convolution": [
         "void implicit_convolve_sgemm<float, float, 1024>(int)",

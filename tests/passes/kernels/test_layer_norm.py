@@ -38,7 +38,7 @@ def truth(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def test_the_kernel_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, _, weight, bias = problem(shape, dtype)
     with poisoned():
-        norm = launch(x, None, weight, bias, EPS, x.new_empty(x.shape))
+        norm = launch((x,), weight, bias, EPS, x.new_empty(x.shape))
     assert (norm.shape, norm.dtype) == (x.shape, dtype)
     assert relative_error(norm, truth(x, weight, bias)) < TOLERANCE[dtype]
 
@@ -50,7 +50,7 @@ def test_the_kernel_norms_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> N
     x, residual, weight, bias = problem(shape, dtype)
     before = x.clone()
     with poisoned():
-        norm = launch(x, residual, weight, bias, EPS, x.new_empty(x.shape))
+        norm = launch((x, residual), weight, bias, EPS, x.new_empty(x.shape))
     assert (norm.shape, norm.dtype) == (x.shape, dtype)
     assert torch.equal(x, before)
     assert relative_error(norm, truth(x.double() + residual.double(), weight, bias)) < TOLERANCE[dtype]
@@ -59,7 +59,7 @@ def test_the_kernel_norms_a_sum(shape: tuple[int, ...], dtype: torch.dtype) -> N
 @interpreted
 def test_the_kernel_takes_tokens_in_any_order() -> None:
     x, _, weight, bias = problem((5, 3, 96), torch.float32)
-    norm = launch(x.transpose(0, 1), None, weight, bias, EPS, x.new_empty(3, 5, 96))
+    norm = launch((x.transpose(0, 1),), weight, bias, EPS, x.new_empty(3, 5, 96))
     assert norm.is_contiguous()
     assert relative_error(norm, truth(x.transpose(0, 1), weight, bias)) < 5e-7
 
@@ -67,7 +67,7 @@ def test_the_kernel_takes_tokens_in_any_order() -> None:
 @interpreted
 def test_the_kernel_keeps_a_large_mean_apart() -> None:
     x, _, weight, bias = problem((4, 96), torch.float32)
-    norm = launch(x + 1e3, None, weight, bias, EPS, x.new_empty(x.shape))
+    norm = launch((x + 1e3,), weight, bias, EPS, x.new_empty(x.shape))
     assert relative_error(norm, truth(x + 1e3, weight, bias)) < 1e-4, "the variance is that of the centred row"
 
 
@@ -92,3 +92,22 @@ def test_the_kernel_adds_three_and_rounds_once(shape: tuple[int, ...], dtype: to
     assert found.is_contiguous()
     assert relative_error(found, truth) < {torch.float32: 1e-5, torch.float16: 1e-7}[dtype]
     assert torch.equal(torch.ops.samopt.residual_sum(x.flip(0), attended, mlp), found)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 5, 96), (1, 1), (3, 1280)], ids=str)
+def test_the_kernel_adds_three_gives_the_sum_and_norms_it_unrounded(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, attended, weight, bias = problem(shape, dtype)
+    mlp = problem(shape, dtype)[0].flip(0) + 1
+    before = [term.clone() for term in (x, attended, mlp)]
+    wanted = x.double() + attended.double() + mlp.double()
+    total = torch.full_like(x, torch.nan)
+    with poisoned():
+        norm = launch((x, attended, mlp), weight, bias, EPS, x.new_empty(x.shape), total)
+    assert all(map(torch.equal, (x, attended, mlp), before))
+    assert relative_error(total, wanted.to(dtype)) < {torch.float32: 1e-6, torch.float16: 1e-7}[dtype]
+    assert relative_error(norm, truth(wanted, weight, bias)) < TOLERANCE[dtype]
+    added, normed = torch.ops.samopt.sum_layer_norm(x, attended, mlp, weight, bias, EPS)
+    assert torch.equal(added, total)
+    assert relative_error(normed, truth(wanted, weight, bias)) < 2 * torch.finfo(dtype).eps

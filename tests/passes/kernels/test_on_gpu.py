@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samopt.passes.kernels import attention, float8_gelu, int8_linear, scaled_problem, tuning
+from samopt.passes.kernels import attention, cublaslt, float8_gelu, int8_linear, linear, scaled_problem, tuning
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.attention_problem import problem
+from samopt.passes.kernels.cublaslt import Product
 from samopt.passes.kernels.scaled_launch import launch as launch_scaled
 from samopt.passes.kernels.scaled_reference import scaled_linear
 from samopt.passes.kernels.tuning import Config
@@ -203,14 +204,47 @@ def test_layer_norm_is_right(width: int, dtype: torch.dtype) -> None:
     assert relative_error(torch.ops.samopt.layer_norm(x, weight, bias, 1e-6), norm(x)) < TOLERANCE[dtype] / 2
     ours = torch.ops.samopt.add_layer_norm(x, residual, weight, bias, 1e-6)
     assert relative_error(ours, norm(x.double() + residual.double())) < TOLERANCE[dtype] / 2
+    total, ours = torch.ops.samopt.sum_layer_norm(x, residual, x.flip(0), weight, bias, 1e-6)
+    wanted = x.double() + residual.double() + x.flip(0).double()
+    assert relative_error(total, wanted) < TOLERANCE[dtype] / 2
+    assert relative_error(ours, norm(wanted)) < TOLERANCE[dtype] / 2
 
 
+LINEAR_SHAPES = [(3 * 4096, 3072, 768), (4900, 1280, 5120), (7, 576, 192)]
+
+
+@pytest.mark.usefixtures("untuned")
+@pytest.mark.parametrize("gelu", [False, True], ids=["no activation", "GELU"])
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_linear_gelu_is_right(dtype: torch.dtype) -> None:
-    x, bias = torch.randn(2, 64, 64, 768, device="cuda").to(dtype), torch.randn(3072, device="cuda").to(dtype)
-    weight = (torch.randn(3072, 768, device="cuda") * 768**-0.5).to(dtype)
-    wanted = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
-    assert relative_error(torch.ops.samopt.linear_gelu(x, weight, bias), wanted) < TOLERANCE[dtype]
+@pytest.mark.parametrize(("M", "N", "K"), LINEAR_SHAPES)
+def test_linear_is_right(M: int, N: int, K: int, dtype: torch.dtype, biased: bool, gelu: bool) -> None:
+    x, bias = torch.randn(M, K, device="cuda").to(dtype), torch.randn(N, device="cuda").to(dtype)
+    weight = (torch.randn(N, K, device="cuda") * K**-0.5).to(dtype)
+    wanted = F.linear(x.double(), weight.double(), bias.double() if biased else None)
+    wanted = F.gelu(wanted) if gelu else wanted
+    given = weight, bias if biased else None, gelu
+    assert relative_error(torch.ops.samopt.linear(x, *given), wanted) < TOLERANCE[dtype]
+    shifted = torch.empty(x.numel() + 1, device="cuda", dtype=dtype)[1:].view(M, K).copy_(x)
+    assert relative_error(torch.ops.samopt.linear(shifted, *given), wanted) < TOLERANCE[dtype], "not aligned"
+
+
+@pytest.mark.parametrize("gelu", [False, True], ids=["no activation", "GELU"])
+@pytest.mark.parametrize(("M", "N", "K"), LINEAR_SHAPES)
+def test_every_proposal_of_cublaslt_is_right_for_its_own_rows_and_for_more(M: int, N: int, K: int, gelu: bool) -> None:
+    few = Product(linear.rows_of(M) // 2, N, K, torch.bfloat16, True, gelu, torch.device("cuda", 0))
+    known = cublaslt.proposals(few)
+    assert known
+    for product in (few, dataclasses.replace(few, M=M)):
+        x, bias = torch.randn(product.M, K, device="cuda").bfloat16(), torch.randn(N, device="cuda").bfloat16()
+        weight = (torch.randn(N, K, device="cuda") * K**-0.5).bfloat16()
+        wanted = F.linear(x.double(), weight.double(), bias.double())
+        wanted = F.gelu(wanted) if gelu else wanted
+        for place, proposal in enumerate(known):
+            if cublaslt.fits(product, few, place):
+                out = torch.full((product.M, N), torch.nan, device="cuda", dtype=torch.bfloat16)
+                cublaslt.multiply(product, proposal, x, weight, bias, out)
+                assert relative_error(out, wanted) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.usefixtures("untuned")
@@ -416,9 +450,11 @@ def test_quantised_rows_are_those_of_a_cpu_but_for_a_few(width: int, dtype: torc
         ("quantize_rows", (x, dtype, True)),
         ("layer_norm_rows", (x, residual, weight, bias, 1e-6, dtype)),
         ("layer_norm_rows", (x, None, weight, bias, 1e-6, dtype)),
+        ("sum_layer_norm_rows", (x, residual, x.flip(0), weight, bias, 1e-6, dtype)),
     ):
-        values, scales = operator(name)(*given)
-        expected, wanted = operator(name)(*on_the_cpu(given))
+        *total, values, scales = operator(name)(*given)
+        *added, expected, wanted = operator(name)(*on_the_cpu(given))
+        assert all(relative_error(mine.cpu(), other) < 1e-3 for mine, other in zip(total, added, strict=True))
         torch.testing.assert_close(scales.cpu(), wanted, rtol=2e-6, atol=0)
         assert (values.cpu().float() != expected.float()).float().mean() < 5e-3
         assert relative_error(values.cpu().float(), expected.float()) < 5e-3

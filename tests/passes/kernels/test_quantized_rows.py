@@ -12,7 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samopt.passes.kernels import layer_norm
-from samopt.passes.kernels.quantized_rows import LIMITS, Rows, launch, layer_norm_rows, quantize_rows
+from samopt.passes.kernels.quantized_rows import (
+    LIMITS,
+    Rows,
+    launch,
+    layer_norm_rows,
+    quantize_rows,
+    sum_layer_norm_rows,
+)
 from tests.attention_problems import poisoned
 from tests.numerics import relative_error
 
@@ -82,17 +89,25 @@ def test_the_kernel_takes_gelu_on_the_way(dtype: torch.dtype) -> None:
 
 @interpreted
 @dtypes
-@pytest.mark.parametrize("residual", [False, True], ids=["norm", "norm of a sum"])
-def test_the_kernel_norms_on_the_way(dtype: torch.dtype, residual: bool) -> None:
-    x, added = rows((4, 3, 80)), rows((4, 3, 80)).flip(0) if residual else None
+@pytest.mark.parametrize("count", [1, 2, 3], ids=["norm", "norm of a sum", "norm of three, and their sum"])
+def test_the_kernel_norms_on_the_way(dtype: torch.dtype, count: int) -> None:
+    terms = (rows((4, 3, 80)), rows((4, 3, 80)).flip(0), rows((4, 3, 80)).flip(1))[:count]
     weight, bias = torch.randn(2, 80, generator=torch.Generator().manual_seed(0))
-    total = x.double() if added is None else x.double() + added.double()
-    truth = F.layer_norm(total, (80,), weight.double(), bias.double(), EPS)
-    found = Rows(x.new_empty(x.shape, dtype=dtype), x.new_empty(4, 3, 1))
+    wanted = sum(term.double() for term in terms)
+    assert isinstance(wanted, Tensor)
+    truth = F.layer_norm(wanted, (80,), weight.double(), bias.double(), EPS)
+    found = Rows(wanted.new_empty(wanted.shape, dtype=dtype), terms[0].new_empty(4, 3, 1))
+    total = torch.full_like(terms[0], torch.nan) if count == 3 else None
     with poisoned():
-        layer_norm.launch(x, added, weight, bias, EPS, *found, LIMITS[dtype])
+        layer_norm.launch(terms, weight, bias, EPS, found.values, total, found.scales, LIMITS[dtype])
     assert_nearest(found, truth, dtype, CARRY[dtype])
-    assert_nearest(Rows(*layer_norm_rows(x, added, weight, bias, EPS, dtype)), truth, dtype)
+    if total is None:
+        rows_found = layer_norm_rows(terms[0], terms[1] if count == 2 else None, weight, bias, EPS, dtype)
+    else:
+        assert (total - wanted).abs().max() < 1e-5
+        added, *rows_found = sum_layer_norm_rows(*terms, weight, bias, EPS, dtype)
+        assert torch.equal(added, total)
+    assert_nearest(Rows(*rows_found), truth, dtype)
 
 
 @dtypes

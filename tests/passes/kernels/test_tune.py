@@ -41,6 +41,23 @@ def test_every_problem_is_added_and_what_is_stale_is_dropped(file: Path, sources
     assert [path.name for path in file.parent.iterdir()] == ["tuned.json"]
 
 
+def test_what_the_file_has_is_not_sought_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tune.main([str(file)])
+    whole = json.loads(file.read_text(encoding="utf-8"))
+    lost = list(whole)[5]
+    file.write_text(json.dumps({key: value for key, value in whole.items() if key != lost}), encoding="utf-8")
+    sought: list[str] = []
+
+    def found(problem: Problem) -> Config:
+        sought.append(problem.versioned_key())
+        return problem.candidates[0]
+
+    monkeypatch.setattr(tuning, "tune", found)
+    tune.main([str(file)])
+    assert sought == [lost]
+    assert json.loads(file.read_text(encoding="utf-8")) == whole
+
+
 def test_without_a_file_it_is_the_one_that_ships(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "SHIPPED", file)
     tune.main([])
