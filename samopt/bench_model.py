@@ -60,6 +60,15 @@ def bench_model(model_type: str | None = None, checkpoint: Path | None = None, s
     return BenchModel(random_model(str(model_type), seed), str(model_type), "random")
 
 
+def check_model_type(model_type: str) -> None:
+    """Raises InvalidInput where `bench_model` knows no such model."""
+    from segment_anything import sam_model_registry
+
+    if model_type != TINY and model_type not in sam_model_registry:
+        known = ", ".join(name for name in sam_model_registry if name != "default")
+        raise InvalidInput(f"unknown model type {model_type!r}; known: {known}, {TINY}")
+
+
 def random_model(model_type: str, seed: int) -> Sam:
     """A Sam with random weights; positions too, which are zero when Meta's classes are built.
 
@@ -68,9 +77,7 @@ def random_model(model_type: str, seed: int) -> Sam:
     """
     from segment_anything import sam_model_registry
 
-    if model_type not in sam_model_registry:
-        known = ", ".join(name for name in sam_model_registry if name != "default")
-        raise InvalidInput(f"unknown model type {model_type!r}; known: {known}, {TINY}")
+    check_model_type(model_type)
     torch.manual_seed(seed)
     sam: Sam = sam_model_registry[model_type]()
     with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from samopt.bench_processes import file_of, run_each
 from samopt.cli_common import (
     Checkpoint,
     Coco,
@@ -53,7 +54,10 @@ CsvRows = Annotated[Path | None, typer.Option("--csv", help="Write the rows to t
 
 @bench.command()
 def encoder(
-    model_type: Annotated[str, typer.Option(help="vit_b, vit_l, vit_h or sam_tiny; one model a run.")],
+    context: typer.Context,
+    model_type: Annotated[
+        list[str], typer.Option(help="vit_b, vit_l, vit_h or sam_tiny; repeatable, each has a process of its own.")
+    ],
     recipe: Annotated[list[str], typer.Option(help="A built-in recipe or a TOML file; repeatable.")] = ["fast"],  # noqa: B006 - typer copies it
     batch_size: BatchSizes = [1, 8, 16],  # noqa: B006
     peer: PeerNames = [],  # noqa: B006
@@ -63,19 +67,24 @@ def encoder(
     csv_out: CsvRows = None,
     device: Device = "auto",
 ) -> None:
-    """Times one model's image encoder, random weights: unmodified, in recipes, and in other implementations.
+    """Times a model's image encoder, random weights: unmodified, in recipes, and in other implementations.
 
-    Exit code 1: a row failed; the others are there.
+    Of several models the results are in a file each, rows-vit_b.json for --json rows.json. Exit code 1: a row failed;
+    the others are there.
     """
     from samopt.bench import Bench
     from samopt.bench_model import bench_model
     from samopt.bench_plan import side_by_side, verified
     from samopt.recipe import Recipe
 
-    peers = _peers(peer, peer_batch_size, json_out, csv_out)
+    models = _models(model_type)
+    peers = _peers(peer, peer_batch_size, *_files(models, json_out, csv_out))
     chosen = [Recipe.of(name) for name in dict.fromkeys(recipe)]
+    if len(models) > 1:
+        run_each(context, models)
+        return
     target = pick_device(device)
-    run = Bench(bench_model(model_type, seed=seed), target, seed, peers)
+    run = Bench(bench_model(models[0], seed=seed), target, seed, peers)
     run.setting = dataclasses.replace(run.setting, recipes=tuple(each.name for each in chosen), command=_command())
     found = [verified(each, target) for each in chosen]
     for each in found:
@@ -86,13 +95,15 @@ def encoder(
 
 @bench.command()
 def waterfall(
+    context: typer.Context,
     checkpoint: Checkpoint = None,
     model_type: Annotated[
-        str | None,
+        list[str],
         typer.Option(
-            help="vit_b, vit_l or vit_h; without --checkpoint its weights are random, and only speed is told."
+            help="vit_b, vit_l or vit_h; without --checkpoint its weights are random, and only speed is told. "
+            "Repeatable without it, each has a process of its own."
         ),
-    ] = None,
+    ] = [],  # noqa: B006
     recipe: RecipeName = "fast",
     batch_size: BatchSizes = [1, 8],  # noqa: B006
     each: Annotated[
@@ -111,7 +122,8 @@ def waterfall(
     """Introduces a recipe step by step: what each step gains in speed and memory, and costs in accuracy.
 
     The steps are the rows that the recipe names for its bench, or its entries one by one, compiled. One that does not
-    stand verification is a row that says so. Exit code 1: a row failed; the others are there.
+    stand verification is a row that says so. Of several models the results are in a file each, rows-vit_b.json for
+    --json rows.json. Exit code 1: a row failed; the others are there.
     """
     from samopt.bench import Bench
     from samopt.bench_model import bench_model
@@ -120,10 +132,17 @@ def waterfall(
     from samopt.recipe import Recipe
     from samopt.samples import spread
 
-    peers = _peers(peer, peer_batch_size, json_out, csv_out)
-    chosen, target = Recipe.of(recipe), pick_device(device)
+    models = _models(model_type)
+    if len(models) > 1 and checkpoint is not None:
+        raise InvalidInput("a checkpoint is of one model: give --model-type once, or leave it out")
+    peers = _peers(peer, peer_batch_size, *_files(models, json_out, csv_out))
+    chosen = Recipe.of(recipe)
+    if len(models) > 1:
+        run_each(context, models)
+        return
+    target = pick_device(device)
     given = None if images is None and coco is None else read_samples(images, coco, limit)
-    model = bench_model(model_type, checkpoint, seed)
+    model = bench_model(models[0] if models else None, checkpoint, seed)
     samples = read_samples(None, None, limit) if given is None and model.trained else given
     run = Bench(model, target, seed, peers, samples=samples, whole=True)
     run.setting = dataclasses.replace(run.setting, bench="waterfall", recipes=(chosen.name,), command=_command())
@@ -202,6 +221,24 @@ def compare(
     say(f"{len(beyond)} of {len(found.pairs)} rows differ by more than {threshold:g} %")
     if beyond:
         raise typer.Exit(1)
+
+
+def _models(model_types: Sequence[str]) -> list[str]:
+    """The models asked for; of several, one that is unknown is refused before any is timed."""
+    from samopt.bench_model import check_model_type
+
+    models = list(dict.fromkeys(model_types))
+    if len(models) > 1:
+        for model_type in models:
+            check_model_type(model_type)
+    return models
+
+
+def _files(models: Sequence[str], *outputs: Path | None) -> list[Path | None]:
+    """Where results will be written."""
+    if len(models) < 2:
+        return [*outputs]
+    return [file_of(path, model_type) for path in outputs for model_type in models]
 
 
 def _peers(names: list[str], batch_sizes: list[int], *outputs: Path | None) -> list[Peer]:

@@ -11,7 +11,9 @@ import torch
 from segment_anything.modeling import Sam
 from torch import Tensor
 
+import samopt.bench
 import samopt.timing
+from samopt import bench_model, bench_plan
 from samopt.bench import Bench
 from samopt.bench_model import BenchModel
 from samopt.peers import Build
@@ -28,8 +30,7 @@ def small_model() -> BenchModel:
 
 def small_bench(monkeypatch: pytest.MonkeyPatch, model: BenchModel | None = None, **options: Any) -> Bench:
     """A bench of a small model; the product that measures the chip is small, too, and little is repeated."""
-    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
-    monkeypatch.setattr(samopt.timing, "REPEATS", 3)
+    _measure_little(monkeypatch)
     return Bench(model or small_model(), CPU, **options)
 
 
@@ -45,3 +46,16 @@ def built(change: Callable[[Any, Tensor], Tensor]) -> Build:
 
 SAME = built(lambda encoder, pixels: encoder(pixels))
 DOUBLE = built(lambda encoder, pixels: 2 * encoder(pixels))
+
+
+def bench_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench` times a small model and takes any recipe for verified."""
+    monkeypatch.setattr(bench_model, "random_model", lambda model_type, seed: random_sam(img_size=64, seed=seed))
+    monkeypatch.setattr(bench_plan, "verified", lambda recipe, *_: bench_plan.Verified(recipe, {}))
+    monkeypatch.setattr(samopt.bench, "PHOTO", (40, 60))
+    _measure_little(monkeypatch)
+
+
+def _measure_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
+    monkeypatch.setattr(samopt.timing, "REPEATS", 3)

@@ -22,14 +22,14 @@ import samopt.peers
 import samopt.speed
 import samopt.timing
 import samopt.tiny
-from samopt import bench_model, bench_plan
+from samopt import bench_plan
 from samopt.cli import app
 from samopt.cli_common import write_json
 from samopt.passes import PASSES
 from samopt.recipe import Recipe, built_in
 from samopt.timing import Encoder
+from tests.benches import bench_small
 from tests.instances import write_instances
-from tests.models import random_sam
 
 EAGER = """
 [[pass]]
@@ -230,15 +230,6 @@ def test_cuda_without_a_gpu(run: Callable[..., Result], tmp_path: Path) -> None:
     assert not (tmp_path / "demo.png").exists()
 
 
-def bench_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`bench` times a small model and takes any recipe for verified."""
-    monkeypatch.setattr(bench_model, "random_model", lambda model_type, seed: random_sam(img_size=64, seed=seed))
-    monkeypatch.setattr(bench_plan, "verified", lambda recipe, *_: bench_plan.Verified(recipe, {}))
-    monkeypatch.setattr(samopt.bench, "PHOTO", (40, 60))
-    monkeypatch.setattr(samopt.timing, "CPU_PRODUCT", 64)
-    monkeypatch.setattr(samopt.timing, "REPEATS", 3)
-
-
 BENCH = ("bench", "encoder", "--model-type", "vit_b", "--device", "cpu", "--recipe", "eager.toml")
 
 
@@ -304,6 +295,7 @@ def test_bench_misses_a_peer_before_anything_is_timed(
     assert not (tmp_path / "rows.json").exists()
 
 
+TWO = ("bench", "waterfall", "--model-type", "vit_b", "--model-type", "vit_l")
 WATERFALL = ("bench", "waterfall", "--device", "cpu", "--recipe", "steps.toml", "--json", "rows.json")
 STEPS = """
 [accuracy]
@@ -465,6 +457,9 @@ def test_what_is_written_replaces_a_file_as_a_whole(tmp_path: Path, monkeypatch:
         (("recipes", "fastest"), "unknown recipe 'fastest'"),
         (("verify", "--recipe", "fastest"), "unknown recipe 'fastest'"),
         (("bench", "encoder", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
+        (("bench", "encoder", "--model-type", "vit_b", "--model-type", "vit_q"), "unknown model type 'vit_q'"),
+        ((*TWO, "--checkpoint", "none.pth"), "a checkpoint is of one model: give --model-type once"),
+        ((*TWO, "--json", "no/rows.json"), "no/rows-vit_b.json: there is no folder no"),
         (("bench", "encoder", "--model-type", "vit_b", "--peer", "rival"), "unknown peer 'rival'; known: segment_any"),
         (("bench", "encoder", "--model-type", "vit_b", "--peer-batch-size", "2"), "--peer-batch-size needs --peer"),
         (("bench", "encoder", "--model-type", "vit_b", "--csv", "no/rows.csv"), "there is no folder no"),
