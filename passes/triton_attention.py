@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
@@ -23,14 +22,12 @@ from samopt.passes.encoder_block import ATTEND, encoder_blocks, in_parts
 from samopt.passes.kernels.attention import attention
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
-from samopt.passes.kernels.devices import cannot_run
+from samopt.passes.kernels.devices import HALVES, cannot_run
 from samopt.passes.kernels.tuning import choose
 from samopt.passes.rel_pos import distances
 from samopt.rebind import clone, mark, marked
 from samopt.result import Site, Skip
 from samopt.structure import differs, encoder_attentions, join
-
-HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
-from samopt.passes.kernels.devices import no_gpu
+from samopt.passes.kernels.devices import HALVES, no_gpu
 from samopt.passes.kernels.linear import linear
 from samopt.passes.linears import linears
 from samopt.rebind import clone, rebind
 from samopt.result import Site, Skip
 
-HALVES = (torch.bfloat16, torch.float16)
 ROLES = ("qkv", "proj", "lin2")  # lin1 is LinearGELU's
 
 

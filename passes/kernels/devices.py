@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._triton import has_triton_package
 
+HALVES = (torch.bfloat16, torch.float16)
+
 
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor on a device; a GPU copies it while the host goes on."""

@@ -20,7 +20,7 @@ from samopt.passes.kernels.layer_norm import launch as launch_norm
 from samopt.passes.kernels.layer_norm import two_parts
 
 LIMITS = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # the largest values that are used
-LEAST = 1e-30  # of the largest |value| of a row
+LEAST = 1e-30  # of the largest |value| of a row: one of zeros has a scale too, and stays zero
 
 
 class Rows(NamedTuple):

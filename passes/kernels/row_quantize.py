@@ -10,9 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from samopt.passes.kernels import quantized_rows
 from samopt.passes.kernels.gelu import gelu
 
-LEAST = tl.constexpr(1e-30)  # of the largest |value|: a row of zeros has a scale too, and stays zero
+LEAST = tl.constexpr(quantized_rows.LEAST)
 ROUNDS = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 up to 2^22 added to it becomes an integer, half to even
 
 

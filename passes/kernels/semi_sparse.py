@@ -15,11 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from samopt.errors import first_line
-from samopt.passes.kernels.devices import no_gpu
+from samopt.passes.kernels.devices import HALVES, no_gpu
 from samopt.passes.kernels.tuning import TOLERANCE, gpu_seconds, relative_error
 
 MULTIPLES = {"cusparselt": 32, "cutlass": 64}  # of what both dimensions of the weight must be multiples
-HALVES = (torch.bfloat16, torch.float16)
 ROWS = 4 * 4096  # tokens of four pictures: how many rows a product is timed with
 PADDED = 16  # rows are filled up to a multiple of this
 

@@ -19,7 +19,7 @@ from samopt.passes.kernels import linear, tuning
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.cublaslt import Product
-from samopt.passes.kernels.devices import cannot_run
+from samopt.passes.kernels.devices import HALVES, cannot_run
 from samopt.passes.kernels.scaled_problem import float8_problem, int8_problem
 from samopt.passes.kernels.tuning import Problem
 
@@ -62,7 +62,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
     """What Meta's models need on `device`."""
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    for (heads, dimension), window, dtype in itertools.product(HEADS, (64, 14), (torch.bfloat16, torch.float16)):
+    for (heads, dimension), window, dtype in itertools.product(HEADS, (64, 14), HALVES):
         yield problem(Geometry(64, 64, window, window, heads, dimension), dtype, device)
     for channels, rows in itertools.product(CHANNELS, ROWS):
         for outputs, inputs in ((3, 1), (1, 1), (4, 1), (1, 4)):  # a block's layers; the last takes GELU at its entry
