@@ -106,7 +106,7 @@ def test_a_run_killed_at_any_time_goes_on_to_the_same_bits(tmp_path: Path) -> No
     segment(random_sam(), folder, tmp_path / "whole", generator=OPTIONS, batch_size=2, shard_size=2)
     whole = shards_of(tmp_path / "whole")
     context, chance = processes(), random.Random(0)
-    for _ in range(5):
+    for _ in range(10):
         there = len(shards_of(out)) if out.exists() else 0
         wanted = there + chance.randint(0, 2)
         process = context.Process(target=segment_in_process, args=(str(folder), str(out), 2))
