@@ -5,6 +5,7 @@ Compilations, memory and clocks of one model are to be in no other's figures.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -69,12 +70,19 @@ def _written(name: str, value: Any) -> Iterator[str]:
 def _run(command: Sequence[str]) -> tuple[int, bool]:
     """The exit code of a process, negative for a signal, and whether Ctrl-C came meanwhile.
 
-    The terminal tells the process, too, of Ctrl-C, and it is waited for: it has rows to show.
+    The terminal tells the process, too, of Ctrl-C, and it is waited for: it has rows to show. SIGTERM ends both.
     """
     interrupted = False
-    with subprocess.Popen(command) as process:
-        while True:
-            try:
-                return process.wait(), interrupted
-            except KeyboardInterrupt:
-                interrupted = True
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        with subprocess.Popen(command) as process:
+            while True:
+                try:
+                    return process.wait(), interrupted
+                except KeyboardInterrupt:
+                    interrupted = True
+                except SystemExit:
+                    process.terminate()
+                    raise
+    finally:
+        signal.signal(signal.SIGTERM, before)

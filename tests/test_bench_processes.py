@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def test_what_becomes_of_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, child: str, exit_code: int, runs: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = run(monkeypatch, WRITE + "sys.stdout.flush(); " + child)
+    result = run(monkeypatch, WRITE + "" + child)
     assert (result.exit_code, (tmp_path / "said").read_text().count("\n")) == (exit_code, runs)
     assert ("vit_h: its process was ended by signal 9" in result.output) == ("kill" in child)
 
@@ -111,6 +112,14 @@ def test_ctrl_c_waits_for_the_model_at_hand_and_begins_no_other(
     monkeypatch.chdir(tmp_path)
     result = run(monkeypatch, "import time; time.sleep(0.2); " + WRITE)
     assert (result.exit_code, (tmp_path / "said").read_text().count("\n")) == (130, 1)
+
+
+def test_sigterm_ends_the_model_at_hand_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = time.monotonic()
+    result = run(monkeypatch, WRITE + "os.kill(os.getppid(), 15); import time; time.sleep(60)")
+    assert (result.exit_code, (tmp_path / "said").read_text().count("\n")) == (143, 1)
+    assert time.monotonic() - start < 30
 
 
 def test_names_of_files() -> None:
