@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -36,9 +37,14 @@ def apply(name: str, model: Sam) -> PassResult:
     return PASSES[name]()(model)
 
 
+def needs_half(names: Sequence[str]) -> bool:
+    """Whether one of the passes takes half precision only and none of them casts."""
+    return "dtype" not in names and any(name in ON_HALF for name in names)
+
+
 def cast_for(names: Sequence[str], sam: Sam) -> Sam:
-    """The model, in half precision where one of the passes takes no other and none of them casts."""
-    if "dtype" not in names and any(name in ON_HALF for name in names):
+    """The model, in half precision where the passes need it."""
+    if needs_half(names):
         CastDtype()(sam)
     return sam
 
@@ -64,19 +70,33 @@ def answers(sam: Sam) -> list[Tensor]:
     return found
 
 
+@functools.cache
+def sites_alone(name: str) -> Sequence[str]:
+    return sites(apply(name, cast_for([name], random_sam(window=3))))
+
+
+@functools.cache
+def answers_before(half: bool) -> list[Tensor]:
+    """What the model answers without any pass but the cast that others need."""
+    return answers(cast_for(ON_HALF if half else (), random_sam(window=3)))
+
+
+@functools.cache
+def answers_of_coarse() -> list[Tensor]:
+    sam = random_sam(window=3)
+    apply(COARSE, sam)
+    return answers(sam)
+
+
 @pytest.mark.parametrize(("first", "second"), LEGAL)
 def test_a_pair_finds_the_sites_of_each_alone_runs_and_undoes(first: str, second: str) -> None:
     sam = cast_for((first, second), random_sam(window=3))
-    alone = {name: sites(apply(name, cast_for([name], random_sam(window=3)))) for name in (first, second)}
-    before, original = Snapshot(sam), answers(sam)
-    expected = original
-    if COARSE in (first, second):
-        sparse = cast_for([COARSE], random_sam(window=3))
-        apply(COARSE, sparse)
-        expected = answers(sparse)
+    original = answers_before(half=needs_half((first, second)))
+    expected = answers_of_coarse() if COARSE in (first, second) else original
+    before = Snapshot(sam)
 
     results = [apply(name, sam) for name in (first, second)]
-    assert [sites(result) for result in results] == [alone[first], alone[second]]
+    assert [sites(result) for result in results] == [sites_alone(first), sites_alone(second)]
     # Half precision is the coarsest that these passes do; on random weights it stays within a few percent.
     for ours, theirs in zip(answers(sam), expected, strict=True):
         assert ours.isfinite().all()
