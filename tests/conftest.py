@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,13 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collection() -> None:
+    """`optimize` and benchmarks collect garbage: what is there before a file's tests need not be gone through again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
