@@ -34,6 +34,7 @@ app(prog_name="samopt")
 """
 
 
+@pytest.mark.slow
 def test_each_model_has_a_process_and_a_file_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +57,14 @@ def test_each_model_has_a_process_and_a_file_of_its_own(
         assert {row["batch_size"] for row in written["rows"]} == {1, 2}
         assert f"--model-type {name} --recipe one.toml" in written["command"]
         assert f"{name}, image encoder, seed 7" in output.out
+
+
+def test_the_process_is_the_command_line_of_samopt(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('a file of the user, no package')")
+    command = [*bench_processes.SAMOPT, "bench", "compare", "a.json", "b.json"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: a.json: cannot be read")
 
 
 def run(monkeypatch: pytest.MonkeyPatch, child: str, *options: str) -> Result:
