@@ -26,6 +26,7 @@ from samopt.passes.kernels.tuning import Config, Problem, choose
 
 SOURCES = ("cublaslt", "linear")
 PYTORCH = Config.of(PROPOSAL=-1)  # its own call of cuBLASLt, by the first proposal
+CANDIDATES = (PYTORCH, *(Config.of(PROPOSAL=proposal) for proposal in range(cublaslt.PROPOSALS)))
 FEWEST_ROWS, MOST_ROWS = 128, 32768
 
 
@@ -129,7 +130,7 @@ def problem(product: Product) -> Problem:
         dtype=product.dtype,
         device=product.device,
         sources=SOURCES,
-        candidates=(PYTORCH, *(Config.of(PROPOSAL=proposal) for proposal in range(cublaslt.PROPOSALS))),
+        candidates=CANDIDATES,
         output=lambda: torch.empty((M, N), dtype=product.dtype, device=product.device),
         run=run,
         reference=reference,

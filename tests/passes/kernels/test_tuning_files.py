@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samopt.errors import Unsupported
-from samopt.passes.kernels import attention_problem, scaled_problem, tuning
+from samopt.passes.kernels import attention_problem, linear, scaled_problem, tuning
 from samopt.passes.kernels.attention_problem import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
 from samopt.passes.kernels.tuning import Config
 from tests.made_up_problem import Candidate, Tuner, off_by, right
@@ -237,6 +237,7 @@ def test_the_shipped_file_is_of_these_kernels() -> None:
         "window_attention": (WINDOW_CANDIDATES, attention_problem.SOURCES),
         "int8_linear": (scaled_problem.INT8_CANDIDATES, scaled_problem.SOURCES),
         "float8_gelu": (scaled_problem.FLOAT8_CANDIDATES, scaled_problem.SOURCES),
+        "linear": (linear.CANDIDATES, linear.SOURCES),
     }
     for key, entry in read(COMMITTED).items():
         candidates, sources = shipped[key.partition("(")[0]]
