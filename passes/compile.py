@@ -2,7 +2,8 @@
 
 `module.compile()` keeps the module, its state_dict keys and its hooks, where `torch.compile(module)` would wrap it and
 rename the keys. Compiled block by block, blocks of one kind (windowed, global) share one compilation, so that 32
-blocks cost two; compiled whole, TorchInductor also fuses across blocks, and compiles each of them.
+blocks cost two, or four where sums are deferred; compiled whole, TorchInductor also fuses across blocks, and compiles
+each of them. Where kernels of samopt's own do all that is heavy, CUDA graphs alone leave nothing to compile.
 
 Each batch size, dtype, and grad mode compiles anew: so batches are brought to a few sizes (`samopt.passes.batches`).
 The limit on recompilations counts for one piece of code over all models of the process, and past it PyTorch would run
@@ -51,7 +52,8 @@ class Compile(Pass):
     model. A decoder whose own code is not SAM's is left as it is.
 
     Attributes:
-        scope: "block" compiles patch embedding, every block and the neck; "encoder" the encoder as a whole.
+        scope: "block" compiles patch embedding, every block and the neck; "encoder" the encoder as a whole; "none"
+            leaves the encoder's code as it is, and gives it batch sizes and CUDA graphs only.
         mode: "default", or "max-autotune" to time kernel candidates while compiling.
         batch_sizes: the batch sizes to compile for, rising. A larger batch runs in pieces of the last; what is left of
             it, like any other batch, is filled up with zero images to the next size, and the features are cut back.
@@ -69,7 +71,7 @@ class Compile(Pass):
         recompile_limit: compilations allowed for one piece of code, all models of the process together.
     """
 
-    scope: Literal["block", "encoder"] = "block"
+    scope: Literal["block", "encoder", "none"] = "block"
     mode: Literal["default", "max-autotune"] = "default"
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     cuda_graphs: bool | Literal["auto"] = False
@@ -92,6 +94,8 @@ class Compile(Pass):
         device = next(model.parameters()).device.type
         if self.cuda_graphs is True and device != "cuda":
             raise Unsupported(f"CUDA graphs need a GPU and the model is on {device}", "leave cuda_graphs out")
+        if self.scope == "none" and (self.decoder is False or (self.decoder == "auto" and device != "cuda")):
+            return
         if device == "cpu" and not _cpp_compiler():
             raise Unsupported("TorchInductor found no C++ compiler", "install g++ or clang, or set CXX")
         if device == "cuda" and not has_triton():
@@ -128,7 +132,7 @@ class Compile(Pass):
             return new
         whole = is_encoder(module)
         call = new._call_impl
-        if not whole or self.scope == "encoder":
+        if self.scope == "encoder" or (self.scope == "block" and not whole):
             call = self.compiled(new)
         if whole and not _differs(module):
             on_gpu = next(module.parameters()).is_cuda

@@ -231,7 +231,7 @@ def test_no_synchronisation_in_encoder_and_prompt_encoder(sam: Sam, fused: tuple
         run()
 
 
-def graphed(sam: Sam, scope: Literal["block", "encoder"] = "block") -> Any:
+def graphed(sam: Sam, scope: Literal["block", "encoder", "none"] = "block") -> Any:
     """The image encoder of `sam` in bfloat16, compiled for batches of 1, 2 and 4, as CUDA graphs."""
     for rewrite in (HoistRelPos(), SDPAttention(), CastDtype()):
         rewrite(sam)
@@ -253,9 +253,11 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.parametrize("scope", ["block", "encoder"])
+@pytest.mark.parametrize("scope", ["block", "encoder", "none"])
 @torch.no_grad()
-def test_cuda_graphs_keep_earlier_features(sam: Sam, scope: Literal["block", "encoder"], captured: list[int]) -> None:
+def test_cuda_graphs_keep_earlier_features(
+    sam: Sam, scope: Literal["block", "encoder", "none"], captured: list[int]
+) -> None:
     encoder = graphed(sam, scope)
     batches = [torch.randn(batch, 3, 1024, 1024, device="cuda") for batch in (1, 1, 3, 1, 2, 4)]
     features = [encoder(batch) for batch in batches]

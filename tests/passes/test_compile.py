@@ -58,6 +58,34 @@ def test_inductor_code_errs_like_the_unmodified_encoder(scope: Literal["block", 
     assert_bit_equal(ours.image_encoder(pixels), sam.image_encoder(pixels))
 
 
+class Counting(nn.Module):
+    """A module that notes the batch sizes it is given."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.seen = inner, list[int]()
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen.append(len(x))
+        return self.inner(x)
+
+
+def test_an_encoder_may_stay_as_it_is_and_have_batch_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_pass, "_cpp_compiler", lambda: None)
+    sam = random_sam()
+    ours = copy.deepcopy(sam)
+    result = Compile("none", batch_sizes=(1, 4))(ours)
+    assert [site.fqn for site in result.sites] == ["image_encoder"]
+    ours.image_encoder.neck = neck = Counting(ours.image_encoder.neck)
+    images = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        assert (ours.image_encoder(images) - sam.image_encoder(images)).abs().max() < 1e-5
+    assert neck.seen == [4]
+    assert "unique_graphs" not in torch._dynamo.utils.counters["stats"]
+    with pytest.raises(Unsupported, match=r"no C\+\+ compiler"):
+        Compile("none", decoder=True)(random_sam())
+
+
 @pytest.mark.usefixtures("dynamo_only")
 @pytest.mark.parametrize("scope", ["block", "encoder"])
 def test_every_rewrite_compiles_to_one_graph(scope: Literal["block", "encoder"]) -> None:
