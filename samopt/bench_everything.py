@@ -22,6 +22,7 @@ from samopt.bench_build import free
 from samopt.bench_table import figures
 from samopt.crops import unit_grid
 from samopt.masks import Mask
+from samopt.memory import peak_bytes
 from samopt.optimize import optimize
 from samopt.recipe import Recipe
 from samopt.samples import Sample
@@ -44,7 +45,7 @@ class Calls:
         everything_ratio: speed over the first row's.
         predict_ms: median of a `predict_torch` of 64 points, three masks each, of the picture encoded before.
         predict_ratio: speed over the first row's.
-        peak_gib: peak GPU memory of everything mode, weights included; 0 on a CPU.
+        peak_gib: peak GPU memory of everything mode, weights and what CUDA graphs keep included; 0 on a CPU.
         records: masks found, of all pictures.
         matched_iou: mean IoU of the first row's masks with those found here, each matched with one; None without any.
         first_seconds: of the first call on the first picture, compilation included.
@@ -98,7 +99,7 @@ class CallsBench:
             statistics.median(cpu_seconds(call) for _ in range(self._repeats))
             for call in (functools.partial(generate, sample.image) for sample in self._samples)
         )
-        peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else 0.0
+        peak = peak_bytes(model.device) / 2**30 if cuda else 0.0
         predict = self._predict_seconds(model)
         row = Calls(
             what=what,

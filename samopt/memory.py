@@ -1,4 +1,4 @@
-"""How much work fits into memory at once: images to encode, prompts to decode, masks to upscale."""
+"""How much work fits into memory at once: images to encode, prompts to decode, masks to upscale; and peaks of it."""
 
 from __future__ import annotations
 
@@ -56,3 +56,19 @@ def masks_at_once(model: Any, budget: int, size: tuple[int, int]) -> int:
     """
     per_mask = 8 * model.image_encoder.img_size**2 + 12 * size[0] * size[1]
     return max(1, min(budget, MASK_BYTES) // per_mask)
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Peak memory of a GPU since `reset_peak_memory_stats`, with what CUDA graphs keep for themselves."""
+    return torch.cuda.max_memory_allocated(device) + kept_by_graphs(device)
+
+
+def kept_by_graphs(device: torch.device) -> int:
+    """Bytes that CUDA graphs hold in pools of their own, where they count as free after the capture."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    pools = [
+        segment
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+    ]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from samopt.memory import peak_bytes
 from samopt.precision import tf32_convolutions
 
 Encoder = Callable[[Tensor], Tensor]  # pixels [B, 3, H, W] to an embedding [B, C, h, w]
@@ -60,7 +61,7 @@ def timed(encoder: Encoder, pixels: Tensor) -> Timed:
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         seconds, spread = repeated(lambda: encoder(pixels), device)
-        peak = _peak_gib() if cuda else 0.0
+        peak = peak_bytes(device) / 2**30 if cuda else 0.0
     return Timed(output, seconds, spread, first, peak)
 
 
@@ -86,14 +87,6 @@ def repeated(call: Callable[[], Any], device: torch.device) -> tuple[float, floa
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the current one: events are recorded on that, whichever the tensors are on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def _peak_gib() -> float:
-    """Peak memory since the last reset. What a graph writes to counts as free after its capture: it is what is still
-    reserved when all that can be given back, is."""
-    peak = torch.cuda.max_memory_allocated()
-    torch.cuda.empty_cache()
-    return (peak + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) / 2**30
 
 
 def cpu_seconds(call: Callable[[], Any]) -> float:

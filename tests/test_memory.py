@@ -7,7 +7,7 @@ import torch
 from segment_anything.modeling import Sam
 
 from samopt import memory
-from samopt.memory import images_at_once, masks_at_once, memory_budget, prompts_at_once
+from samopt.memory import images_at_once, masks_at_once, memory_budget, peak_bytes, prompts_at_once
 
 GIB = 1 << 30
 
@@ -46,6 +46,18 @@ def test_small_images_take_less(tiny256: Sam) -> None:
 )
 def test_prompts_are_decoded_together_as_memory_allows(budget: int, count: int, prompts: int) -> None:
     assert prompts_at_once(Vit, budget, count) == prompts
+
+
+def test_a_peak_holds_what_graphs_keep_on_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def segment(device: int, pool: tuple[int, int], total: int, allocated: int) -> dict[str, object]:
+        return {"device": device, "segment_pool_id": pool, "total_size": total, "allocated_size": allocated}
+
+    segments = [segment(0, (0, 0), 100, 40), segment(0, (0, 1), 64, 10), segment(0, (3, 0), 8, 0)]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [*segments, segment(1, (0, 1), 1000, 0)])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 500)
+    assert peak_bytes(torch.device("cuda", 0)) == 500 + 54 + 8
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert peak_bytes(torch.device("cuda")) == 1500
 
 
 def test_masks_are_upscaled_a_few_at_a_time() -> None:

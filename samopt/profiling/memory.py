@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from samopt.memory import kept_by_graphs
+
 MOST_EVENTS = 200_000  # allocations and frees that a snapshot keeps: a call makes some thousands
 
 
@@ -42,7 +44,7 @@ def memory_of(model: nn.Module, call: Callable[[], Any], device: torch.device, s
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        graphs = _kept_by_graphs(device)
+        graphs = kept_by_graphs(device)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         if snapshot is not None:
@@ -56,14 +58,3 @@ def memory_of(model: nn.Module, call: Callable[[], Any], device: torch.device, s
             if snapshot is not None:
                 torch.cuda.memory._record_memory_history(enabled=None)
     return Memory(peak - before + weights + graphs, weights)
-
-
-def _kept_by_graphs(device: torch.device) -> int:
-    """Bytes that CUDA graphs hold in pools of their own, where they count as free after the capture."""
-    index = torch.cuda.current_device() if device.index is None else device.index
-    pools = [
-        segment
-        for segment in torch.cuda.memory_snapshot()
-        if segment["device"] == index and tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
-    ]
-    return sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
