@@ -7,6 +7,7 @@ does in between is in its time.
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +83,7 @@ class CallsBench:
         base, masks = self._row("unmodified", self._sam, SamAutomaticMaskGenerator, None)
         yield base
         for recipe in recipes:
-            model = optimize(self._sam, recipe, verify="off", batch_size=1)
+            model = optimize(copy.deepcopy(self._sam), recipe, inplace=True, verify="off", batch_size=1)
             yield self._row(recipe.name, model, AutomaticMaskGenerator, (base, masks))[0]
 
     def _row(

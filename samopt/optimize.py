@@ -75,11 +75,10 @@ def optimize(
     if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
         raise InvalidInput(f"batch_size must be a number of images, 1 or more, not {batch_size!r}")
     pictures = None if samples is None else as_samples(samples)
-    digest = fingerprint(sam)  # not of the copy: it is remembered for `sam`, as long as its weights are the same
     model = sam if inplace else copy.deepcopy(sam)
     with _unchanged_on_error(model) as applied, Progress(len(recipe.steps) + 1) as progress:
         model.eval().requires_grad_(False)
-        run = _Run(model, digest, recipe, pictures, verify, applied, batch_size)
+        run = _Run(model, recipe, pictures, verify, applied, batch_size)
         progress.step("recording the unmodified model's answers")
         run.record_reference()
         for step in recipe.steps:
@@ -103,7 +102,6 @@ class _Run:
     def __init__(
         self,
         model: nn.Module,
-        model_digest: str,
         recipe: Recipe,
         samples: list[Sample] | None,
         verify: Verify,
@@ -114,7 +112,7 @@ class _Run:
         self.device = next(model.parameters()).device
         self.batch_size = batch_size or (1 if self.device.type == "cpu" else 8)
         self.budget = recipe.accuracy
-        self.model_digest = model_digest
+        self.model_digest = fingerprint(model)
         self.steps: list[StepReport] = []
         self.reference: Reference | None = None
         self.baseline: Agreement | None = None
