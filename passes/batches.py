@@ -67,7 +67,8 @@ def _encode_piece(
     count = len(piece)
     pixels = fill_up(piece, next(size for size in batches.sizes if size >= count))
     if batches.graphs is not None and batches.graphs.may_stand_for(pixels, parts):
-        return batches.graphs.replay(pixels, count, parts, call, dtype_inside(encoder) or pixels.dtype)
+        inside = dtype_inside(encoder) if pixels.is_floating_point() else None
+        return batches.graphs.replay(pixels, count, parts, call, inside or pixels.dtype)
     features = call(pixels)
     return features if len(pixels) == count else features[:count].clone()  # a view would keep the filling's memory
 

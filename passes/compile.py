@@ -41,19 +41,19 @@ from samopt.structure import differs, encoders, is_encoder, join, mask_decoders,
 
 @dataclass(frozen=True)
 class Compile(Pass):
-    """Compiles the image encoder with TorchInductor, and the mask decoder where asked.
+    """Compiles the image encoder with TorchInductor, unless `scope` leaves it, and the mask decoder where asked.
 
     The compilation itself happens at the first call.
 
     A deep copy or an unpickled model is not compiled (PyTorch drops it): apply `Compile()` to it again.
 
-    An encoder whose own code is not SAM's is compiled, and takes its batches as they come, without CUDA graphs. So
-    does one with hooks, in it or in its modules, as long as it has them: they are called as in the unmodified
-    model. A decoder whose own code is not SAM's is left as it is.
+    An encoder whose own code is not SAM's takes its batches as they come, without CUDA graphs. So does one with hooks,
+    in it or in its modules, as long as it has them: they are called as in the unmodified model. A decoder whose own
+    code is not SAM's is left as it is.
 
     Attributes:
         scope: "block" compiles patch embedding, every block and the neck; "encoder" the encoder as a whole; "none"
-            leaves the encoder's code as it is, and gives it batch sizes and CUDA graphs only.
+            leaves the encoder's code as it is, and gives it CUDA graphs, or, without those, batch sizes only.
         mode: "default", or "max-autotune" to time kernel candidates while compiling.
         batch_sizes: the batch sizes to compile for, rising. A larger batch runs in pieces of the last; what is left of
             it, like any other batch, is filled up with zero images to the next size, and the features are cut back.

@@ -78,8 +78,8 @@ class CudaGraphs:
         """Returns the first `count` of `call(pixels)`, as a tensor that no later replay overwrites.
 
         Args:
-            pixels: [B, 3, H, W], contiguous. Another shape, dtype, device, grad mode or global setting than before is
-                captured first.
+            pixels: [B, 3, H, W], contiguous. Another shape, device, grad mode or global setting than before, or another
+                `dtype`, is captured first.
             count: of images, up to B.
             parts: of the encoder that `call` runs.
             call: captured where it was not; it may compile.

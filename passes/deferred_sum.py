@@ -2,7 +2,8 @@
 
 A block ends by adding up three tensors, and the next begins by reading the sum for its norm. Done in one kernel, the
 sum is written once and not read again for that: one of six passes over the tokens, 1 % of the encoder's time on an
-H200. The position embedding is added by the first block's norm in the same way.
+H200. That kernel is `TritonLayerNorm`'s, or that of a pass that quantises, or what torch.compile makes of the two; this
+one adds the position embedding in the first block, too. Without one of these nothing is won.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.passes.encoder_block import Unsummed, encoder_blocks, in_parts, is_in_parts
+from samopt.passes.parts import has_hooks
 from samopt.rebind import clone, rebind_inside
 from samopt.result import Site, Skip
-from samopt.structure import differs, encoders
+from samopt.structure import differs, encoders, join
 
 
 @dataclass(frozen=True)
@@ -36,18 +37,18 @@ class DeferredSum(Pass):
         """Yields the image encoders and their blocks; those whose code is not SAM's are Skips."""
         from segment_anything.modeling import ImageEncoderViT
 
-        left_alone = set()
+        blocks = list(encoder_blocks(model))
         for fqn, encoder in encoders(model):
+            names = {join(fqn, f"blocks.{index}") for index in range(len(encoder.blocks))}
+            inside = [Site(found[0]) for found in blocks if not isinstance(found, Skip) and found[0] in names]
             if reason := differs(encoder, "forward", ImageEncoderViT.forward):
-                left_alone.add(fqn)
                 yield Skip(fqn, reason)
-            else:
+            elif len(inside) > 1:
                 yield Site(fqn)
-        for found in encoder_blocks(model):
-            if isinstance(found, Skip):
-                yield found
-            elif found[0].rpartition(".blocks.")[0] not in left_alone:
-                yield Site(found[0])
+                yield from inside
+            else:
+                yield Skip(fqn, "it has no two blocks of SAM's code, of which one could leave its sum to the other")
+        yield from (found for found in blocks if isinstance(found, Skip))
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         new = clone(module)
@@ -73,9 +74,6 @@ def forward(self: Any, x: Tensor) -> Tensor:
 
 
 def takes_unsummed(block: nn.Module) -> bool:
-    """Whether a block may be given, and give, terms and not their sum: it runs in parts, and no hook sees what it gets
-    or gives."""
-    if not is_in_parts(block) or _has_any_global_hook():
-        return False
-    seen: tuple[Any, ...] = (block, block.norm1)
-    return not any(module._forward_hooks or module._forward_pre_hooks for module in seen)
+    """Whether a block may be given, and give, terms and not their sum: it runs in parts, and has no hooks that would
+    see what it gets or gives."""
+    return is_in_parts(block) and not has_hooks(block, block.norm1)

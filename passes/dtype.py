@@ -82,10 +82,9 @@ def cast_at_borders(inner: Callable[..., Any], module: nn.Module, *args: Any, **
 
 
 def dtype_inside(module: nn.Module) -> torch.dtype | None:
-    """What a module's forward casts its arguments to before anything else; None where it does not."""
-    bound = vars(module).get("forward")
-    function = getattr(bound, "func", getattr(bound, "__func__", None))
-    return next(module.parameters()).dtype if function is cast_at_borders else None
+    """What a module's forward casts floating-point arguments to before anything else; None where it does not."""
+    bound = getattr(vars(module).get("forward"), "func", None)
+    return next(module.parameters()).dtype if bound is cast_at_borders else None
 
 
 def layer_norm_2d_in_float32(norm: Any, x: Tensor) -> Tensor:

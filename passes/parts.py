@@ -10,6 +10,14 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 
+def has_hooks(*modules: Any) -> bool:
+    """Whether any of the modules has a hook of its own, or all modules of the process have."""
+    return _has_any_global_hook() or any(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+        for module in modules
+    )
+
+
 class Parts:
     """The modules, hooks, parameters and buffers in a module: in vit_h's encoder 329, 1316 and 457."""
 

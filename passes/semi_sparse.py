@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
+from samopt.passes import tuned_linear
 from samopt.passes.calibration import input_moments
 from samopt.passes.kernels.semi_sparse import MULTIPLES, cannot_multiply, compress, fastest, product, unfit
 from samopt.passes.linears import linears, refuse_none
@@ -87,7 +88,8 @@ class SemiSparse(Pass):
             return "dense", "it was asked for"
         if reason := cannot_multiply(module.weight.device):
             return "dense", reason
-        if self.kernel == "auto" and "forward" in vars(module):
+        bound = getattr(vars(module).get("forward"), "func", None)
+        if self.kernel == "auto" and "forward" in vars(module) and bound is not tuned_linear.forward:
             return "dense", "another pass computes the product"
         return fastest(module.weight, list(MULTIPLES) if self.kernel == "auto" else [self.kernel])
 

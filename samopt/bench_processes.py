@@ -31,8 +31,8 @@ def run_each(context: typer.Context, model_types: Sequence[str]) -> None:
     Ctrl-C ends it with the rows that are done: the model at hand says which, and the others are not begun.
 
     Raises:
-        typer.Exit: 130 after Ctrl-C; 2 where a process refused what was asked, as all would; 1 where a
-            row, or a model, failed, after the others.
+        typer.Exit: 130 after Ctrl-C; 2 where a process refused what was asked, and the models after it are not begun; 1
+            where a row failed, or a process was ended by a signal, after the others.
     """
     failed = False
     for model_type in model_types:
@@ -63,7 +63,7 @@ def _written(name: str, value: Any) -> Iterator[str]:
             yield from (name, str(each))
     elif value is True:
         yield name
-    elif value is not None and value is not False:
+    elif value is not None and value is not False:  # False is every flag's default
         yield from (name, str(value))
 
 

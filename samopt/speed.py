@@ -97,6 +97,8 @@ def blocks_of(model: nn.Module, compiling: Compile | None) -> Blocks:
         model: a Sam, or a part of one.
         compiling: how the blocks will be compiled; None, or where it cannot run here, they are taken to run eagerly.
     """
+    if compiling is not None and compiling.scope == "none":
+        compiling = None
     if compiling is not None:
         try:
             compiling.requires(model)

@@ -54,21 +54,26 @@ def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
 
 @linear.register_kernel("cuda")
 def _cuda(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool) -> Tensor:
-    if x.dtype not in cublaslt.DTYPES or x.numel() == 0:
+    (N, K), given = weight.shape, [x, weight] if bias is None else [x, weight, bias]
+    alike = all((tensor.dtype, tensor.device) == (x.dtype, x.device) for tensor in given)
+    fitting = x.shape[-1] == K and (bias is None or bias.shape == (N,))
+    if not alike or not fitting or x.dtype not in cublaslt.DTYPES or x.numel() == 0:  # what does not fit, PyTorch says
         y = F.linear(x, weight, bias)
         return F.gelu(y) if gelu else y
-    x, weight = x.contiguous(), weight.contiguous()
-    (N, K), M = weight.shape, x.numel() // x.shape[-1]
+    x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     out = x.new_empty((*x.shape[:-1], N))
-    product = Product(M, N, K, x.dtype, bias is not None, gelu, x.device)
-    tuned = dataclasses.replace(product, M=rows_of(M))
+    product = Product(x.numel() // K, N, K, x.dtype, bias is not None, gelu, x.device)
+    tuned = dataclasses.replace(product, M=rows_of(product.M))
     try:
         config = choose(problem(tuned))
-    except Unsupported:  # a graph captured before a first run, or no such library
-        config = PYTORCH
-    proposal = dict(config.blocks)["PROPOSAL"]
-    if config != PYTORCH and cublaslt.aligned(x, weight, bias, out) and cublaslt.fits(product, tuned, proposal):
-        return cublaslt.multiply(product, cublaslt.proposals(tuned)[proposal], x, weight, bias, out)
+        proposal = dict(config.blocks)["PROPOSAL"]
+        if config != PYTORCH and cublaslt.aligned(x, weight, bias, out):
+            workspace = cublaslt.workspace_for(product, tuned, proposal)
+            if workspace is not None:
+                algorithm = cublaslt.proposals(tuned)[proposal].algorithm
+                return cublaslt.multiply(product, algorithm, workspace, x, weight, bias, out)
+    except (Unsupported, cublaslt.Refused):  # no such library, or nothing can be sought now: in a capture, for one
+        pass
     return _by_pytorch(x, weight, bias, gelu, out)
 
 
@@ -77,11 +82,13 @@ def _by_pytorch(x: Tensor, weight: Tensor, bias: Tensor | None, gelu: bool, out:
     rows, y = x.view(-1, x.shape[-1]), out.view(-1, out.shape[-1])
     if bias is None:
         torch.mm(rows, weight.t(), out=y)
+        if gelu:
+            torch.ops.aten.gelu_(y, approximate="tanh")
     elif gelu:
         torch._addmm_activation(bias, rows, weight.t(), use_gelu=True, out=y)
     else:
         torch.addmm(bias, rows, weight.t(), out=y)
-    return F.gelu(out, approximate="tanh") if gelu and bias is None else out
+    return out
 
 
 def rows_of(M: int) -> int:
@@ -93,9 +100,12 @@ def problem(product: Product) -> Problem:
     """What `choose` needs to find the fastest proposal: random inputs, made when asked for.
 
     Raises:
-        Unsupported: cuBLASLt cannot be loaded.
+        Unsupported: cuBLASLt cannot be loaded, or set up now.
+        cublaslt.Refused: it has no memory for its handle.
     """
     M, N, K = product.M, product.N, product.K
+    library_version = cublaslt.version()
+    cublaslt.handle(product.device)
 
     @functools.cache
     def inputs() -> tuple[Tensor, Tensor, Tensor | None]:
@@ -111,10 +121,10 @@ def problem(product: Product) -> Problem:
         if config == PYTORCH:
             _by_pytorch(*inputs(), product.gelu, out)
             return
-        known, proposal = cublaslt.proposals(product), dict(config.blocks)["PROPOSAL"]
-        if proposal >= len(known):
-            raise Unsupported(f"cuBLASLt proposes {len(known)} algorithms")
-        cublaslt.multiply(product, known[proposal], *inputs(), out)
+        proposal = dict(config.blocks)["PROPOSAL"]
+        if (workspace := cublaslt.workspace_for(product, product, proposal)) is None:
+            raise Unsupported("cuBLASLt proposes no such algorithm, or none that sums in float32")
+        cublaslt.multiply(product, cublaslt.proposals(product)[proposal].algorithm, workspace, *inputs(), out)
 
     def reference() -> Tensor:
         x, weight, bias = inputs()
@@ -125,7 +135,7 @@ def problem(product: Product) -> Problem:
         kernel="linear",
         shape=(
             *(("M", M), ("N", N), ("K", K), ("bias", int(product.bias)), ("gelu", int(product.gelu))),
-            ("cublasLt", cublaslt.version()),
+            ("cublasLt", library_version),
         ),
         dtype=product.dtype,
         device=product.device,

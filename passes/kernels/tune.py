@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from samopt.errors import Unsupported, first_line
-from samopt.passes.kernels import linear, tuning
+from samopt.passes.kernels import cublaslt, linear, tuning
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.cublaslt import Product
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         entries = {key: value for key, value in tuning.read(file).items() if any(source in key for source in current)}
     except (OSError, ValueError) as error:
         parser.error(f"{file} cannot be added to: {first_line(error)}")
+    if device.type == "cuda" and (reason := cublaslt.unavailable(device)):
+        print(f"linear: {reason}", flush=True)
     for sought in problems(device):  # one after the other: each holds its inputs
         if sought.versioned_key() in entries:
             continue
@@ -67,7 +69,7 @@ def problems(device: torch.device) -> Iterator[Problem]:
     for channels, rows in itertools.product(CHANNELS, ROWS):
         for outputs, inputs in ((3, 1), (1, 1), (4, 1), (1, 4)):  # a block's layers; the last takes GELU at its entry
             yield int8_problem(rows, outputs * channels, inputs * channels, False, torch.bfloat16, device)
-            if device.type == "cuda":
+            if not cublaslt.unavailable(device):
                 gelu = outputs == 4
                 sizes = rows, outputs * channels, inputs * channels
                 yield linear.problem(Product(*sizes, torch.bfloat16, True, gelu, device))

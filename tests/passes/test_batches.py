@@ -285,6 +285,8 @@ def test_pixels_are_cast_on_the_way_into_a_graph(on_stand_in: StandIn) -> None:
         for pixels in (image, image.double()):
             assert_same(sam.image_encoder(pixels), before(image))
     assert (on_stand_in.captured, on_stand_in.dtypes) == ([1], [torch.bfloat16])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="should be the same"):  # as without a graph
+        sam.image_encoder(torch.ones(1, 3, 64, 64, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("scope", SCOPES)

@@ -13,7 +13,7 @@ from segment_anything.modeling import Sam
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from samopt import Pass, Site, Skip
+from samopt import NoSites, Pass, Site, Skip, Step, optimize, report
 from samopt.passes import (
     CastDtype,
     Compile,
@@ -59,7 +59,7 @@ def calls(model: Any) -> Iterator[list[tuple[bool, bool]]]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", [{"depth": 3}, {"depth": 1, "global_blocks": ()}, {"depth": 3, "window": 3}], ids=str)
+@pytest.mark.parametrize("sizes", [{"depth": 3}, {"depth": 2}, {"depth": 3, "window": 3}], ids=str)
 def test_the_encoder_gives_the_same_bits(sizes: dict[str, Any]) -> None:
     sam = random_sam(**sizes)
     ours = rewritten(sam)
@@ -146,6 +146,21 @@ def test_hooks_see_what_they_see_in_the_unmodified_model(hook: Callable[..., Any
     assert_bit_equal(seen[1], seen[0])
 
 
+def test_backward_hooks_see_what_they_see_in_the_unmodified_model() -> None:
+    sam = random_sam(depth=3)
+    ours = rewritten(sam)
+    seen: list[list[Tensor]] = []
+    for model in (sam, ours):
+        found: list[Tensor] = []
+        model.image_encoder.blocks[1].register_full_backward_hook(
+            lambda module, into, out, found=found: found.extend([*into, *out])
+        )
+        model.image_encoder(PIXELS).sum().backward()
+        seen.append(found)
+    assert len(seen[0]) == 2
+    assert_bit_equal(seen[1], seen[0])
+
+
 @torch.no_grad()
 def test_a_block_called_alone_is_given_and_gives_sums() -> None:
     sam = random_sam()
@@ -195,13 +210,21 @@ def test_an_encoder_that_is_not_sams_is_left_alone() -> None:
     sam = random_sam()
     sam.image_encoder.forward = lambda x: x
     assert list(DeferredSum().match(sam)) == [Skip("image_encoder", "its forward was replaced on this module")]
-    sam = random_sam()
+    sam = random_sam(depth=3)
     sam.image_encoder.blocks[1].forward = lambda x: x
-    assert list(DeferredSum().match(sam)) == [
-        Site("image_encoder"),
-        Site("image_encoder.blocks.0"),
-        Skip("image_encoder.blocks.1", "its forward was replaced on this module"),
-    ]
+    foreign = Skip("image_encoder.blocks.1", "its forward was replaced on this module")
+    blocks = [Site("image_encoder.blocks.0"), Site("image_encoder.blocks.2")]
+    assert list(DeferredSum().match(sam)) == [Site("image_encoder"), *blocks, foreign]
+
+
+def test_a_single_block_has_nothing_to_leave_to_another() -> None:
+    with pytest.raises(NoSites, match="it has no two blocks of SAM's code, of which one could leave its sum"):
+        DeferredSum()(random_sam(depth=1, global_blocks=()))
+
+
+def test_it_is_kept_where_only_what_is_faster_is() -> None:
+    made = report(optimize(random_sam(), [Step(DeferredSum(), keep="if-faster")], verify="off"))
+    assert made.steps[0].reason == "its gain is between the encoder's blocks: not timed, kept"
 
 
 @pytest.mark.usefixtures("dynamo_only")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from samopt import InvalidInput, NoSites, Pass, Sample, Unsupported, optimize
 from samopt.errors import AccuracyError
-from samopt.passes import CastDtype, LinearGELU, SDPAttention, SemiSparse, TritonAttention
+from samopt.passes import CastDtype, LinearGELU, SDPAttention, SemiSparse, TritonAttention, TunedLinear
 from samopt.passes.calibration import input_moments
 from samopt.passes.kernels.semi_sparse import MULTIPLES, compress, fastest, product
 from samopt.passes.two_four import fitted, is_two_four, two_four, two_four_mask
@@ -404,6 +404,16 @@ def test_the_fused_mlp_stays_dense_unless_a_kernel_is_asked_for(made_up: list[tu
     assert_bit_equal(ours, theirs)
     assert len(made_up) == 2
     assert relative_error(mlp(tokens), mlp.lin2(theirs)) < 1e-6  # which asks lin1 for both
+
+
+@pytest.mark.usefixtures("kernels_anywhere")
+def test_a_layer_with_a_tuned_dense_product_may_get_a_sparse_one(made_up: list[tuple[Tensor, ...]]) -> None:
+    sam = random_sam()
+    CastDtype()(sam)
+    TunedLinear()(sam)
+    assert {site.facts["kernel"] for site in MAGNITUDE(sam).sites} == {"cutlass"}
+    sam.image_encoder(torch.randn(1, 3, 64, 64))
+    assert len(made_up) == len(SITES)
 
 
 # Accuracy

@@ -225,8 +225,17 @@ def test_linear_is_right(M: int, N: int, K: int, dtype: torch.dtype, biased: boo
     wanted = F.gelu(wanted) if gelu else wanted
     given = weight, bias if biased else None, gelu
     assert relative_error(torch.ops.samopt.linear(x, *given), wanted) < TOLERANCE[dtype]
+    every_second = torch.stack([bias, bias + 1], 1)[:, 0] if biased else None
+    assert relative_error(torch.ops.samopt.linear(x, weight, every_second, gelu), wanted) < TOLERANCE[dtype]
     shifted = torch.empty(x.numel() + 1, device="cuda", dtype=dtype)[1:].view(M, K).copy_(x)
     assert relative_error(torch.ops.samopt.linear(shifted, *given), wanted) < TOLERANCE[dtype], "not aligned"
+
+
+def test_linear_refuses_what_pytorch_refuses() -> None:
+    x, weight, bias = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((64, 32), (48, 32), (48,)))
+    for other in ((weight[:, :16], bias), (weight, bias.float()), (weight, bias[:16]), (weight.cpu(), bias)):
+        with pytest.raises(RuntimeError):
+            torch.ops.samopt.linear(x, *other, False)
 
 
 @pytest.mark.parametrize("gelu", [False, True], ids=["no activation", "GELU"])
@@ -241,9 +250,9 @@ def test_every_proposal_of_cublaslt_is_right_for_its_own_rows_and_for_more(M: in
         wanted = F.linear(x.double(), weight.double(), bias.double())
         wanted = F.gelu(wanted) if gelu else wanted
         for place, proposal in enumerate(known):
-            if cublaslt.fits(product, few, place):
+            if (workspace := cublaslt.workspace_for(product, few, place)) is not None:
                 out = torch.full((product.M, N), torch.nan, device="cuda", dtype=torch.bfloat16)
-                cublaslt.multiply(product, proposal, x, weight, bias, out)
+                cublaslt.multiply(product, proposal.algorithm, workspace, x, weight, bias, out)
                 assert relative_error(out, wanted) < TOLERANCE[torch.bfloat16]
 
 
