@@ -11,6 +11,7 @@ from torch import Tensor
 import samopt.passes.kernels.attention
 import samopt.passes.kernels.float8_gelu
 import samopt.passes.kernels.float8_linear
+import samopt.passes.kernels.image_to_token
 import samopt.passes.kernels.int8_linear
 import samopt.passes.kernels.layer_norm
 import samopt.passes.kernels.linear
@@ -31,6 +32,7 @@ OPERATORS = (
     "int8_linear",
     "float8_linear",
     "float8_gelu",
+    "image_to_token",
 )
 
 
@@ -84,6 +86,11 @@ def arguments(name: str, dtype: torch.dtype, device: str = "cpu", rearranged: bo
         "int8_linear": lambda: (*layer(torch.int8), True, dtype),
         "float8_gelu": lambda: (*layer(torch.float8_e4m3fn), torch.tensor(0.25, device=device)),
         "linear": lambda: (normal(2, 3, 5, 96), normal(64, 96), normal(64), True),
+        "image_to_token": lambda: (
+            *(normal(2, 37, 64), normal(1, 37, 64), normal(2, 7, 32), normal(2, 7, 32)),
+            *(normal(32, 64) / 8, normal(32), normal(64, 32) / 6, normal(64), normal(64), normal(64)),
+            *(8, 1e-5),
+        ),
     }
     first, *others = calls[name]()
     if rearranged:

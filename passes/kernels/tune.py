@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from samopt.errors import Unsupported, first_line
-from samopt.passes.kernels import cublaslt, linear, tuning
+from samopt.passes.kernels import cublaslt, image_to_token, linear, tuning
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.cublaslt import Product
@@ -28,6 +28,10 @@ HEADS = ((12, 64), (16, 64), (16, 80), (3, 64))
 # Channels of vit_b and vit_h, and the rows of 1, 2, 4, and 8 or more images.
 CHANNELS = (768, 1280)
 ROWS = (4096, 8192, 16384, 32768)
+# The decoder's image tokens, their channels and heads; prompts; and the tokens of a prompt.
+DECODER = (4096, 256, 8)
+PROMPTS = (image_to_token.FEW, image_to_token.MANY)
+TOKENS = (8, 16)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -66,6 +70,8 @@ def problems(device: torch.device) -> Iterator[Problem]:
         device = torch.device("cuda", torch.cuda.current_device())
     for (heads, dimension), window, dtype in itertools.product(HEADS, (64, 14), HALVES):
         yield problem(Geometry(64, 64, window, window, heads, dimension), dtype, device)
+    for prompts, tokens, dtype in itertools.product(PROMPTS, TOKENS, HALVES):
+        yield image_to_token.problem(prompts, *DECODER, tokens, dtype, device)
     for channels, rows in itertools.product(CHANNELS, ROWS):
         for outputs, inputs in ((3, 1), (1, 1), (4, 1), (1, 4)):  # a block's layers; the last takes GELU at its entry
             yield int8_problem(rows, outputs * channels, inputs * channels, False, torch.bfloat16, device)

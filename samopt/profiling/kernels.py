@@ -41,7 +41,7 @@ RULES: tuple[tuple[str, str], ...] = (
     ("copies", rf"{_FUSED}{_any(_MOVES)}+\d*$"),
     ("elementwise", _FUSED),
     # Softmax is attention: nothing else in SAM has one.
-    ("attention", r"(?i)attention|attn|flash|fmha|sdpa|softmax|position_terms"),
+    ("attention", r"(?i)attention|attn|flash|fmha|sdpa|softmax|position_terms|image_to_token"),
     ("copies", r"(?i)nchwtonhwc|nhwctonchw|im2col|col2im"),
     ("convolution", r"(?i)convolution|conv\dd|conv_|_conv|convolve|[fw]prop|[dw]grad|winograd"),
     ("normalisation", r"(?i)(layer|batch|group|rms|row)_?norm|rowwisemoments"),

@@ -18,9 +18,10 @@ NAMES = {
         "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>>(Params)",
         "fmha_cutlassF_f32_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<float>::Params)",
         "void (anonymous namespace)::softmax_warp_forward<float, float, float, 12>(float*, int)",
-        *("window_attention", "global_attention", "position_terms"),
+        *("window_attention", "global_attention", "position_terms", "token_attention_terms"),
         *("triton_per_fused__softmax_add_4", "triton_tem_fused_flex_attention_0"),
         *("aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_softmax", "samopt::attention"),
+        "samopt::image_to_token",
     ],
     "matmul": [
         "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_bias_TNT",

@@ -12,7 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from samopt.passes.kernels import attention, cublaslt, float8_gelu, int8_linear, linear, scaled_problem, tuning
+from samopt.passes.kernels import (
+    attention,
+    cublaslt,
+    float8_gelu,
+    image_to_token,
+    int8_linear,
+    linear,
+    scaled_problem,
+    tuning,
+)
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.cublaslt import Product
@@ -20,6 +29,8 @@ from samopt.passes.kernels.scaled_launch import launch as launch_scaled
 from samopt.passes.kernels.scaled_reference import scaled_linear
 from samopt.passes.kernels.tuning import Config
 from tests.attention_problems import Tensors, launched, random_tensors, scale_of, truth
+from tests.image_token_problems import EPS, random_problem
+from tests.image_token_problems import truth as image_token_truth
 from tests.numerics import relative_error, tensors
 from tests.operator_calls import OPERATORS, arguments, checks, operator
 from tests.scaled_layers import Layer, random_layer, without_bias
@@ -126,6 +137,7 @@ def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
         int8_linear, "choose", lambda sought: int8_configuration(bool(dict(sought.shape)["gelu"]), sought.dtype)
     )
     monkeypatch.setattr(float8_gelu, "choose", lambda sought: float8_configuration())
+    monkeypatch.setattr(image_to_token, "choose", lambda sought: first_that_fits(sought))
 
 
 @functools.cache
@@ -490,3 +502,56 @@ def test_float8_linear_is_right(K: int, N: int, per_row: bool) -> None:
     wanted = F.linear(x.double() * x_scale, weight.double() * weight_scale, bias.double())
     assert (ours.shape, ours.dtype) == ((2, 700, N), torch.bfloat16)
     assert relative_error(ours, wanted) < 5e-3
+
+
+# Image tokens, their channels and the inner ones: of Meta's decoder, and of one where nothing is a multiple of a block.
+DECODERS = {"Meta's": (4096, 256, 128), "odd": (1001, 64, 48)}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [1, 7, 16, 17, 64])
+@pytest.mark.parametrize("case", DECODERS)
+def test_every_configuration_of_image_to_token_is_right(case: str, tokens: int, dtype: torch.dtype) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    fitting = 0
+    for images in (1, 5):
+        given = random_problem(5, *DECODERS[case], tokens, images=images, dtype=dtype, device="cuda")
+        wanted = image_token_truth(given)
+        for config in image_to_token.CANDIDATES:
+            out = torch.full(wanted.shape, torch.nan, dtype=dtype, device="cuda")
+            try:
+                image_to_token.launch(config, given, 8, EPS, out)
+            except OutOfResources:
+                continue
+            assert relative_error(out, wanted) < TOLERANCE[dtype], config
+            fitting += 1
+    assert fitting
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("tokens", [7, 65])
+def test_image_to_token_errs_no_more_than_pytorch(tokens: int, dtype: torch.dtype, cache: Path) -> None:
+    """As the tuner has it, and with more tokens than the kernel takes."""
+    given = random_problem(16, *DECODERS["Meta's"], tokens, dtype=dtype, device="cuda")
+    wanted = image_token_truth(given)
+    ours = torch.ops.samopt.image_to_token(*given, 8, EPS)
+    theirs = image_to_token.by_pytorch(given, 8, EPS)
+    assert (ours.shape, ours.dtype) == (wanted.shape, dtype)
+    assert relative_error(ours, wanted) <= 1.05 * relative_error(theirs, wanted)
+
+
+@pytest.mark.usefixtures("untuned")
+def test_image_to_token_runs_in_a_cuda_graph() -> None:
+    given = random_problem(4, *DECODERS["Meta's"], dtype=torch.bfloat16, device="cuda")
+    before = torch.ops.samopt.image_to_token(*given, 8, EPS)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        after = torch.ops.samopt.image_to_token(*given, 8, EPS)
+    for tensor, new in zip(
+        given, random_problem(4, *DECODERS["Meta's"], dtype=torch.bfloat16, device="cuda", seed=2), strict=True
+    ):
+        tensor.copy_(new)
+    graph.replay()
+    assert relative_error(after, image_token_truth(given)) < TOLERANCE[torch.bfloat16]
+    assert relative_error(after, before) > 0.5

@@ -13,7 +13,7 @@ from samopt.errors import Unsupported
 from samopt.passes.kernels import attention_problem, scaled_problem, tune, tuning
 from samopt.passes.kernels.tuning import Config, Problem
 
-COUNT = 16 + 32 + 8  # of attention, and of int8 and float8 products
+COUNT = 16 + 8 + 32 + 8  # of attention in encoder and decoder, and of int8 and float8 products
 
 
 @pytest.fixture
