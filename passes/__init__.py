@@ -9,6 +9,7 @@ from samopt.passes.device_preprocess import DevicePreprocess
 from samopt.passes.dtype import CastDtype
 from samopt.passes.float8 import Float8Dynamic
 from samopt.passes.image_pe import HoistImagePE
+from samopt.passes.image_to_token import ImageToToken
 from samopt.passes.int8 import Int8Dynamic
 from samopt.passes.layer_norm import TritonLayerNorm
 from samopt.passes.linear_gelu import LinearGELU
@@ -32,6 +33,7 @@ PASSES: dict[str, type[Pass]] = {
     "decoder": FusedMaskDecoder,
     "upscale_masks": UpscaleMasks,
     "dtype": CastDtype,
+    "image_to_token": ImageToToken,
     "triton_attention": TritonAttention,
     "linear_gelu": LinearGELU,
     "tuned_linear": TunedLinear,
@@ -53,6 +55,7 @@ __all__ = [
     "FusedMaskDecoder",
     "HoistImagePE",
     "HoistRelPos",
+    "ImageToToken",
     "Int8Dynamic",
     "LinearGELU",
     "LinearPatchEmbed",

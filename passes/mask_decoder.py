@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput
@@ -162,7 +163,7 @@ def hypernetworks(mlps: Any, tokens: Tensor) -> Tensor:
     The weights are stacked at every call, 2 MiB for SAM's: so there is nothing to go stale. MLPs or layers that were
     replaced, or have hooks, run one by one.
     """
-    if not (marked(*mlps) and all(_plain(layer) for mlp in mlps for layer in mlp.layers) and not _hooked(mlps)):
+    if not (marked(*mlps) and all(plain(layer) for mlp in mlps for layer in mlp.layers) and not _hooked(mlps)):
         return torch.stack([mlp(tokens[:, index]) for index, mlp in enumerate(mlps)], dim=1)
     x = tokens.transpose(0, 1)
     depth = len(mlps[0].layers)
@@ -238,9 +239,11 @@ def _parts(upscaling: Any) -> list[nn.Module]:
     return [upscaling, *upscaling] if isinstance(upscaling, nn.Sequential) else [upscaling]
 
 
-def _plain(layer: Any) -> bool:
-    """Whether a module computes x W^T + b of its own weight and bias."""
-    return type(layer).forward is nn.Linear.forward and "forward" not in layer.__dict__ and layer.bias is not None
+def plain(layer: Any) -> bool:
+    """Whether a module computes x W^T + b of its own weight, a tensor of numbers, and bias."""
+    if type(layer).forward is not nn.Linear.forward or "forward" in layer.__dict__ or layer.bias is None:
+        return False
+    return not is_traceable_wrapper_subclass(layer.weight)  # as torchao's quantised weights are
 
 
 def _hooked(module: nn.Module) -> bool:

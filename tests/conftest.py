@@ -22,6 +22,7 @@ from samopt import Sample, optimize
 from samopt.passes import (
     HoistRelPos,
     WhereIndexing,
+    image_to_token,
     layer_norm,
     linear_gelu,
     triton_attention,
@@ -87,6 +88,7 @@ def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def kernels_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """The passes for a GPU apply on any device, to norms of any width: their operators compute on a CPU too."""
     for module, question in (
+        (image_to_token, "cannot_run"),
         (triton_attention, "cannot_run"),
         (layer_norm, "cannot_run"),
         (upscale_masks, "cannot_run"),

@@ -39,7 +39,7 @@ def uncompiled(recipe: str) -> list[Any]:
 
 NEEDS_A_GPU = r"skipped: .*needs? a GPU and the model is on cpu"
 EMULATED = "undone: emulated on cpu, so not faster"
-NAMES = ("UpscaleMasks", "TritonAttention", "LinearGELU", "TunedLinear", "TritonLayerNorm")
+NAMES = ("UpscaleMasks", "ImageToToken", "TritonAttention", "LinearGELU", "TunedLinear", "TritonLayerNorm")
 FUSED = dict.fromkeys(NAMES, NEEDS_A_GPU)
 # What becomes on a CPU of the steps that are not applied there, and the reason that the report gives.
 LEFT_OUT_ON_A_CPU = {

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("dynamo_only", "kernels_anywhere")
 PAIRS = list(itertools.permutations(PASSES, 2))
 COARSE = "sparse24"  # on random weights, half of them gone are missed: what goes with it is held against it alone
 # These take weights in half precision, so "dtype" goes before them.
-ON_HALF = ("triton_attention", "linear_gelu", "tuned_linear")
+ON_HALF = ("image_to_token", "triton_attention", "linear_gelu", "tuned_linear")
 TOO_EARLY = [(a, b) for a, b in PAIRS if a in ON_HALF and b == "dtype"]
 QUANTIZERS = {"float8": torch.float8_e4m3fn, "int8": torch.int8}
 EITHER = list(itertools.permutations(QUANTIZERS, 2))  # what one has quantised, the other leaves
