@@ -32,6 +32,7 @@ class DeferredSum(Pass):
 
     phase: ClassVar[Phase] = Phase.FLOAT
     numerics: ClassVar[Numerics] = Numerics.ROUNDING
+    between_blocks: ClassVar[bool] = True
 
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:
         """Yields the image encoders and their blocks; those whose code is not SAM's are Skips."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput
-from samopt.rebind import clone, rebind, wrap
+from samopt.rebind import bound, clone, rebind, wrap
 from samopt.result import Site, Skip
 from samopt.structure import encoders, layer_norms_2d, mask_decoders
 
@@ -83,8 +83,7 @@ def cast_at_borders(inner: Callable[..., Any], module: nn.Module, *args: Any, **
 
 def dtype_inside(module: nn.Module) -> torch.dtype | None:
     """What a module's forward casts floating-point arguments to before anything else; None where it does not."""
-    bound = getattr(vars(module).get("forward"), "func", None)
-    return next(module.parameters()).dtype if bound is cast_at_borders else None
+    return next(module.parameters()).dtype if bound(module, "forward") is cast_at_borders else None
 
 
 def layer_norm_2d_in_float32(norm: Any, x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from samopt.rebind import rebind
+from samopt.rebind import bound, rebind
 from samopt.result import Skip
 from samopt.structure import differs, encoders, join, token_grid
 
@@ -65,8 +65,7 @@ def in_parts(block: nn.Module, **parts: Any) -> None:
 
 def is_in_parts(block: nn.Module) -> bool:
     """Whether a block runs in parts, rather than by its class's forward or one that somebody else put there."""
-    bound = vars(block).get("forward")
-    return getattr(bound, "func", getattr(bound, "__func__", None)) is forward
+    return bound(block, "forward") is forward
 
 
 def forward(self: Any, x: Tensor | Unsummed, deferred: bool = False) -> Tensor | Unsummed:

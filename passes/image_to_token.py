@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
-from samopt.passes.kernels.devices import HALVES, cannot_run
+from samopt.passes.kernels.devices import HALVES, cannot_run, not_half
 from samopt.passes.kernels.image_to_token import image_to_token, problem, unfit
 from samopt.passes.kernels.tuning import choose
 from samopt.passes.mask_decoder import plain
@@ -78,8 +78,8 @@ def _unfit(layer: Any) -> str | None:
         return f"norm4: {reason}"
     if norm.normalized_shape != (channels,) or norm.weight is None or norm.bias is None:
         return "norm4 is not over the channels, with weight and bias"
-    if weight.dtype not in HALVES:
-        return f"its weights are {str(weight.dtype).removeprefix('torch.')}: apply CastDtype first"
+    if reason := not_half(weight.dtype):
+        return reason
     if reason := unfit(channels, attention.num_heads):
         return reason
     if weight.is_cuda:

@@ -35,7 +35,7 @@ from samopt.passes.kernels.quantized_rows import (
 from samopt.passes.layer_norm import add, unfit_norm
 from samopt.passes.linears import linears
 from samopt.passes.quantized_linear import QuantizedLinear, takes_rows, unfit, weight_of
-from samopt.rebind import clone, mark, marked, rebind
+from samopt.rebind import bound, clone, mark, marked, rebind
 from samopt.result import Site, Skip
 from samopt.structure import differs, join
 
@@ -85,7 +85,7 @@ def _give_rows(block: Any, quantized: list[str], dtype: torch.dtype) -> nn.Modul
     new: Any = clone(block)
     attn, mlp = new.attn, new.mlp
     parts: dict[str, Any] = {}
-    attends = getattr(vars(new).get(ATTEND), "func", None) is triton_attention.attend
+    attends = bound(new, ATTEND) is triton_attention.attend
     if attends and "attn.qkv" in quantized and not unfit_norm(new.norm1):
         parts[NORM], parts[SUM_NORM] = norm, sum_norm
         mark(new.norm1)
@@ -100,7 +100,7 @@ def _give_rows(block: Any, quantized: list[str], dtype: torch.dtype) -> nn.Modul
             and not differs(mlp.act, "forward", nn.GELU.forward)
             and mlp.act.approximate == "none"
         ):
-            fused = getattr(vars(mlp).get("forward"), "func", None) is linear_gelu.mlp
+            fused = bound(mlp, "forward") is linear_gelu.mlp
             rebind(mlp, "forward", fused_mlp_of_rows if fused else mlp_of_rows)
             mark(mlp.act)
     in_parts(new, **parts, **{ADD: add})

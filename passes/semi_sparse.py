@@ -22,7 +22,7 @@ from samopt.passes.calibration import input_moments
 from samopt.passes.kernels.semi_sparse import MULTIPLES, cannot_multiply, compress, fastest, product, unfit
 from samopt.passes.linears import linears, refuse_none
 from samopt.passes.two_four import BLOCK, Criterion, is_two_four, two_four
-from samopt.rebind import clone, rebind
+from samopt.rebind import bound, clone, rebind
 from samopt.result import Site, Skip
 from samopt.samples import Sample
 
@@ -88,8 +88,7 @@ class SemiSparse(Pass):
             return "dense", "it was asked for"
         if reason := cannot_multiply(module.weight.device):
             return "dense", reason
-        bound = getattr(vars(module).get("forward"), "func", None)
-        if self.kernel == "auto" and "forward" in vars(module) and bound is not tuned_linear.forward:
+        if self.kernel == "auto" and bound(module, "forward") not in (None, tuned_linear.forward):
             return "dense", "another pass computes the product"
         return fastest(module.weight, list(MULTIPLES) if self.kernel == "auto" else [self.kernel])
 

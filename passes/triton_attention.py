@@ -22,7 +22,7 @@ from samopt.passes.encoder_block import ATTEND, encoder_blocks, in_parts
 from samopt.passes.kernels.attention import attention
 from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
-from samopt.passes.kernels.devices import HALVES, cannot_run
+from samopt.passes.kernels.devices import cannot_run, not_half
 from samopt.passes.kernels.tuning import choose
 from samopt.passes.rel_pos import distances
 from samopt.rebind import clone, mark, marked
@@ -76,8 +76,8 @@ def _site_or_skip(name: str, attn: Any, grid: tuple[int, int] | None, window: in
         return Skip(name, "it has no relative positions")
     if differs(attn.qkv, "forward", nn.Linear.forward):
         return Skip(name, "its qkv is no plain linear layer: what it makes of a zero token cannot be told")
-    if attn.rel_pos_h.dtype not in HALVES:
-        return Skip(name, f"its weights are {str(attn.rel_pos_h.dtype).removeprefix('torch.')}: apply CastDtype first")
+    if reason := not_half(attn.rel_pos_h.dtype):
+        return Skip(name, reason)
     if grid is None:
         return Skip(name, "the encoder does not say its image size")
     rows, columns = (window, window) if window else grid

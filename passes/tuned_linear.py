@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
-from samopt.passes.kernels.devices import HALVES, no_gpu
+from samopt.passes.kernels.devices import no_gpu, not_half
 from samopt.passes.kernels.linear import linear
 from samopt.passes.linears import linears
 from samopt.rebind import clone, rebind
@@ -45,9 +45,8 @@ class TunedLinear(Pass):
         for found in linears(model, ROLES):
             if isinstance(found, Skip):
                 yield found
-            elif (dtype := found[1].weight.dtype) not in HALVES:
-                words = str(dtype).removeprefix("torch.")
-                yield Skip(found[0], f"its weights are {words}: apply CastDtype first")
+            elif reason := not_half(found[1].weight.dtype):
+                yield Skip(found[0], reason)
             else:
                 yield Site(found[0])
 

@@ -58,6 +58,7 @@ class Pass(abc.ABC):
 
     phase: ClassVar[Phase]
     numerics: ClassVar[Numerics]
+    between_blocks: ClassVar[bool] = False  # its gain is not seen in the encoder's blocks, which are timed one by one
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

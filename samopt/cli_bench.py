@@ -103,7 +103,7 @@ def waterfall(
             help="vit_b, vit_l or vit_h; without --checkpoint its weights are random, and only speed is told. "
             "Repeatable without it, each has a process of its own."
         ),
-    ] = [],  # noqa: B006
+    ] = [],  # noqa: B006 - typer copies it
     recipe: RecipeName = "fast",
     batch_size: BatchSizes = [1, 8],  # noqa: B006
     each: Annotated[

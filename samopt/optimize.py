@@ -213,11 +213,9 @@ class _Run:
 
     def _keep_if_faster(self, step: Step, row: StepReport, before: Blocks) -> StepReport:
         """What becomes of an applied entry that is to be kept only if it is faster."""
-        from samopt.passes import DeferredSum
-
         if self.device.type == "meta":
             return dataclasses.replace(row, reason="nothing takes time on the meta device: not timed, kept")
-        if isinstance(step.pass_, DeferredSum):
+        if step.pass_.between_blocks:
             return dataclasses.replace(row, reason="its gain is between the encoder's blocks: not timed, kept")
         after = self._blocks(step, applied=True)
         assert after is not None

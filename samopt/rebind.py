@@ -88,10 +88,19 @@ def _unmark(module: nn.Module, method: str, function: Callable[..., Any]) -> Non
         module.__dict__.pop(MARK, None)
 
 
+def bound(module: nn.Module, method: str) -> Any:
+    """The function that was bound to `module.method`; None where the method is that of its class."""
+    return _called(vars(module).get(method))
+
+
 def of_a_pass(function: Any) -> bool:
     """Whether a function, or what a partial or a bound method calls, is code of samopt's own passes."""
-    function = getattr(function, "func", getattr(function, "__func__", function))
-    return getattr(function, "__module__", "").startswith("samopt.passes.")
+    return getattr(_called(function), "__module__", "").startswith("samopt.passes.")
+
+
+def _called(function: Any) -> Any:
+    """What a partial or a bound method calls, or the function itself."""
+    return getattr(function, "func", getattr(function, "__func__", function))
 
 
 def retarget(contents: dict[str, Any], old: nn.Module, new: nn.Module) -> dict[str, Any]:

@@ -13,6 +13,11 @@ from torch.utils._triton import has_triton_package
 HALVES = (torch.bfloat16, torch.float16)
 
 
+def not_half(dtype: torch.dtype) -> str | None:
+    """Why weights of a dtype are none for kernels in half precision, or None if they are."""
+    return None if dtype in HALVES else f"its weights are {str(dtype).removeprefix('torch.')}: apply CastDtype first"
+
+
 def upload(array: NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor on a device; a GPU copies it while the host goes on."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))

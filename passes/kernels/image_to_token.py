@@ -7,7 +7,7 @@ writes every image token once (see `token_attention`); on a CPU, and for what th
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,41 +100,16 @@ def image_to_token(
 
 
 @image_to_token.register_fake
-def _fake(
-    keys: Tensor,
-    key_pe: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    q_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    heads: int,
-    eps: float,
-) -> Tensor:
-    given = Inputs(keys, key_pe, k, v, q_weight, q_bias, out_weight, out_bias, norm_weight, norm_bias)
-    return keys.new_empty((given.batch, *keys.shape[1:]))
+def _fake(*arguments: Any) -> Tensor:
+    given = Inputs(*arguments[:-2])
+    return given.keys.new_empty((given.batch, *given.keys.shape[1:]))
 
 
 @image_to_token.register_kernel("cuda")
-def _cuda(
-    keys: Tensor,
-    key_pe: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_weight: Tensor,
-    q_bias: Tensor,
-    out_weight: Tensor,
-    out_bias: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor,
-    heads: int,
-    eps: float,
-) -> Tensor:
-    given = Inputs(keys, key_pe, k, v, q_weight, q_bias, out_weight, out_bias, norm_weight, norm_bias)
-    (_, M, C), T = keys.shape, k.shape[1]
+def _cuda(*arguments: Any) -> Tensor:
+    *tensors, heads, eps = arguments
+    given = Inputs(*tensors)
+    keys, (_, M, C), T = given.keys, given.keys.shape, given.k.shape[1]
     if keys.dtype in HALVES and 0 < T <= MOST_TOKENS and given.batch * M and not unfit(C, heads):
         try:
             config = choose(problem(given.batch, M, C, heads, T, keys.dtype, keys.device))

@@ -107,8 +107,7 @@ def sum_layer_norm_rows(
         The sum in the dtype of `x`, [..., C], contiguous; and what `Rows` holds.
     """
     total = x.float() + attended.float() + mlp.float()
-    rows = quantized(F.layer_norm(total, weight.shape, weight.float(), bias.float(), eps), dtype)
-    return total.to(x.dtype).contiguous(), rows.values, rows.scales
+    return total.to(x.dtype).contiguous(), *layer_norm_rows(total, None, weight, bias, eps, dtype)
 
 
 def _empty(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
