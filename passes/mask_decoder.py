@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput
+from samopt.passes.parts import has_hooks
 from samopt.rebind import clone, mark, marked, rebind_inside
 from samopt.result import Site, Skip
 from samopt.structure import differs, mask_decoders
@@ -163,7 +164,8 @@ def hypernetworks(mlps: Any, tokens: Tensor) -> Tensor:
     The weights are stacked at every call, 2 MiB for SAM's: so there is nothing to go stale. MLPs or layers that were
     replaced, or have hooks, run one by one.
     """
-    if not (marked(*mlps) and all(plain(layer) for mlp in mlps for layer in mlp.layers) and not _hooked(mlps)):
+    as_checked = marked(*mlps) and all(plain(layer) for mlp in mlps for layer in mlp.layers)
+    if not as_checked or has_hooks(*mlps.modules()):
         return torch.stack([mlp(tokens[:, index]) for index, mlp in enumerate(mlps)], dim=1)
     x = tokens.transpose(0, 1)
     depth = len(mlps[0].layers)
@@ -189,7 +191,7 @@ def upscaled(upscaling: Any, tokens: Tensor, size: tuple[int, int]) -> Tensor:
     Returns:
         [N, h * w, 4, 4, C / 8]: of a token its four quarters, row by row, and of a quarter its four pixels.
     """
-    if not marked(*_parts(upscaling)) or _hooked(upscaling):
+    if not marked(*_parts(upscaling)) or has_hooks(*upscaling.modules()):
         pixels = upscaling(tokens.transpose(1, 2).unflatten(2, size))
         split = pixels.unflatten(3, (size[1], 2, 2)).unflatten(2, (size[0], 2, 2))
         return split.permute(0, 2, 5, 3, 6, 4, 7, 1).flatten(1, 2).flatten(2, 3).flatten(3, 4)
@@ -244,7 +246,3 @@ def plain(layer: Any) -> bool:
     if type(layer).forward is not nn.Linear.forward or "forward" in layer.__dict__ or layer.bias is None:
         return False
     return not is_traceable_wrapper_subclass(layer.weight)  # as torchao's quantised weights are
-
-
-def _hooked(module: nn.Module) -> bool:
-    return any(len(part._forward_hooks) or len(part._forward_pre_hooks) for part in module.modules())
