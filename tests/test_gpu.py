@@ -35,7 +35,7 @@ from samopt.passes import (
     WhereIndexing,
 )
 from samopt.passes.cuda_graphs import Captured, Cuda
-from samopt.passes.kernels import attention
+from samopt.passes.kernels import attention, cublaslt
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.tuning import Config
 from samopt.precision import tf32_convolutions
@@ -138,9 +138,10 @@ def test_what_is_kept_only_if_faster_is_timed_in_batches_and_as_compiled(sam: Sa
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was launched: attention in "window" or "global", and "gelu" for a product with its activation."""
+    """What was launched: attention in "window" or "global", and "gelu" for a product with its activation, whether
+    samopt or PyTorch chose its algorithm."""
     launched: list[str] = []
-    product = torch._addmm_activation
+    product, multiply = torch._addmm_activation, cublaslt.multiply
 
     def noting_launch(config: Config, geometry: Geometry, *rest: Any, **options: Any) -> Tensor:
         launched.append("global" if geometry.is_global else "window")
@@ -151,8 +152,14 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         launched.append("gelu")
         return product(*args, **options)
 
+    def noting_multiply(product: cublaslt.Product, *rest: Any) -> Tensor:
+        if product.gelu:
+            launched.append("gelu")
+        return multiply(product, *rest)
+
     monkeypatch.setattr(attention, "launch", noting_launch)
     monkeypatch.setattr(torch, "_addmm_activation", noting_product)
+    monkeypatch.setattr(cublaslt, "multiply", noting_multiply)
     return launched
 
 

@@ -137,7 +137,7 @@ def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
         int8_linear, "choose", lambda sought: int8_configuration(bool(dict(sought.shape)["gelu"]), sought.dtype)
     )
     monkeypatch.setattr(float8_gelu, "choose", lambda sought: float8_configuration())
-    monkeypatch.setattr(image_to_token, "choose", lambda sought: first_that_fits(sought))
+    monkeypatch.setattr(image_to_token, "choose", lambda sought: token_configuration(sought.dtype))
 
 
 @functools.cache
@@ -151,6 +151,12 @@ def float8_configuration() -> Config:
     return first_that_fits(
         scaled_problem.float8_problem(128, 128, 128, torch.device("cuda", torch.cuda.current_device()))
     )
+
+
+@functools.cache
+def token_configuration(dtype: torch.dtype) -> Config:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return first_that_fits(image_to_token.problem(1, 128, 256, 8, 8, dtype, device))
 
 
 def first_that_fits(sought: tuning.Problem) -> Config:
