@@ -6,7 +6,6 @@ size that holds it. SAM's encoder never mixes images, so the features of the cal
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from samopt.passes.cuda_graphs import CudaGraphs
 from samopt.passes.dtype import dtype_inside
-from samopt.passes.parts import Parts
+from samopt.passes.parts import Parts, PartsOf
 
 
 class Batches:
@@ -23,19 +22,11 @@ class Batches:
     Attributes:
         sizes: the batch sizes it runs at, rising.
         graphs: its CUDA graphs; None where it runs without.
+        parts: lists what is in it.
     """
 
     def __init__(self, sizes: tuple[int, ...], graphs: CudaGraphs | None = None) -> None:
-        self.sizes, self.graphs = sizes, graphs
-        self._parts: Parts | None = None
-        self._lock = threading.Lock()
-
-    def parts(self, encoder: nn.Module) -> Parts:
-        """The parts of `encoder`, listed anew where a module in it was replaced."""
-        with self._lock:
-            if self._parts is None or not self._parts.current():
-                self._parts = Parts(encoder)
-            return self._parts
+        self.sizes, self.graphs, self.parts = sizes, graphs, PartsOf()
 
 
 def encode(batches: Batches, encoder: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -66,9 +57,11 @@ def _encode_piece(
 ) -> Tensor:
     count = len(piece)
     pixels = fill_up(piece, next(size for size in batches.sizes if size >= count))
-    if batches.graphs is not None and batches.graphs.may_stand_for(pixels, parts):
+    if batches.graphs is not None and batches.graphs.may_stand_for([pixels], parts):
         inside = dtype_inside(encoder) if pixels.is_floating_point() else None
-        return batches.graphs.replay(pixels, count, parts, call, inside or pixels.dtype)
+        dtypes = [inside or pixels.dtype]
+        (features,) = batches.graphs.replay(lambda pixels: (call(pixels),), [pixels], parts, dtypes=dtypes, count=count)
+        return features
     features = call(pixels)
     return features if len(pixels) == count else features[:count].clone()  # a view would keep the filling's memory
 

@@ -26,17 +26,23 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._triton import has_triton
 
 from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput, SamoptError, Unsupported
 from samopt.passes.batches import Batches, encode
 from samopt.passes.cuda_graphs import CudaGraphs
-from samopt.passes.mask_decoder import shared
+from samopt.passes.decoding import KINDS, FewPrompts, decode, encode_prompts
 from samopt.rebind import bind_methods, clone
 from samopt.result import Site, Skip
 from samopt.structure import differs, encoders, is_encoder, join, mask_decoders, prompt_encoders
+
+# What answers prompts, by the kind of site: what errors call it, and what runs it.
+PROMPTED: dict[str, tuple[str, Callable[..., Any]]] = {
+    "prompts": ("the prompt encoder", encode_prompts),
+    "decoder": ("the mask decoder", decode),
+}
 
 
 @dataclass(frozen=True)
@@ -58,16 +64,17 @@ class Compile(Pass):
         batch_sizes: the batch sizes to compile for, rising. A larger batch runs in pieces of the last; what is left of
             it, like any other batch, is filled up with zero images to the next size, and the features are cut back.
         cuda_graphs: replay the whole encoder as a CUDA graph, one for each batch size, captured at its first call;
-            "auto" where the model is on a GPU when the pass runs. Where gradients are wanted, under autocast, and
-            inside a capture of the caller's own, it runs without. Features are copied out of the graph's buffers:
-            those of one image do not change when the next is encoded. Threads and streams may share the model; they
-            take turns. Weights may be loaded, moved or replaced, and modules and hooks put in or taken out. Other
-            changes of an encoder that was captured, as a forward that is bound anew or a norm's `eps`, are not seen:
-            undo Compile and apply it again.
+            with `decoder` also the mask decoder and the prompt encoder, for up to 64 prompts, one for each number of
+            prompts and of points, captured when it comes again; "auto" where the model is on a GPU when the pass runs.
+            Where gradients are wanted, under autocast, and inside a capture of the caller's own, they run without.
+            What is returned is copied out of the graph's buffers: the features of one image do not change when the
+            next is encoded. Threads and streams may share the model; they take turns. Weights may be loaded, moved or
+            replaced, and modules and hooks put in or taken out. Other changes of a module that was captured, as a
+            forward that is bound anew or a norm's `eps`, are not seen: undo Compile and apply it again.
         decoder: compile the mask decoder too: two compilations, for one prompt and for several, for each of multimask
             output and single, with mask prompts and without; and the prompt encoder, which is small kernels mostly, two
             for each of points, boxes and both. "auto" where the model is on a GPU when the pass runs: on a CPU a
-            decoder takes ten seconds, and gains little. They run without CUDA graphs.
+            decoder takes ten seconds, and gains little.
         recompile_limit: compilations allowed for one piece of code, all models of the process together.
     """
 
@@ -124,23 +131,24 @@ class Compile(Pass):
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         new: Any = clone(module)
-        if site.facts.get("kind") == "decoder":
-            new._compiled_call_impl = functools.partial(decode, self.compiled(new))
-            return new
-        if site.facts.get("kind") == "prompts":
-            new._compiled_call_impl = functools.partial(encode_prompts, new, self.compiled(new))
+        if site.facts:
+            name, run = PROMPTED[site.facts["kind"]]
+            few = FewPrompts(CudaGraphs(name, kinds=KINDS, at_once=False) if self._captured(module) else None)
+            new._compiled_call_impl = functools.partial(run, few, new, self.compiled(new))
             return new
         whole = is_encoder(module)
         call = new._call_impl
         if self.scope == "encoder" or (self.scope == "block" and not whole):
             call = self.compiled(new)
         if whole and not _differs(module):
-            on_gpu = next(module.parameters()).is_cuda
-            graphs = self.cuda_graphs is True or (self.cuda_graphs == "auto" and on_gpu)
-            batches = Batches(self.batch_sizes, CudaGraphs() if graphs else None)
+            batches = Batches(self.batch_sizes, CudaGraphs("the image encoder") if self._captured(module) else None)
             call = functools.partial(encode, batches, new, call)
         new._compiled_call_impl = call
         return new
+
+    def _captured(self, module: nn.Module) -> bool:
+        """Whether a module gets CUDA graphs."""
+        return self.cuda_graphs is True or (self.cuda_graphs == "auto" and next(module.parameters()).is_cuda)
 
     def compiled(self, module: nn.Module) -> Callable[..., Any]:
         """Compiles `module`, a clone, in place, anew for each shape; returns what calls it, hooks included."""
@@ -181,76 +189,6 @@ def _prompts_differ(encoder: nn.Module) -> str | None:
     if "_embed_points" not in vars(encoder):
         return "it reads with boolean masks, which depend on the prompts: apply where_indexing first"
     return None
-
-
-def encode_prompts(
-    module: Any,
-    call: Callable[..., tuple[Tensor, Tensor]],
-    points: tuple[Tensor, Tensor] | None,
-    boxes: Tensor | None,
-    masks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Calls a compiled prompt encoder: one compilation serves any number of prompts, and of points.
-
-    Masks are embedded by convolutions, for which PyTorch compiles anew as their batch grows: these run as they are.
-
-    Args:
-        module: the prompt encoder.
-        call: what calls the compiled one, hooks included.
-        points: as in SAM, and the others likewise.
-        boxes: likewise.
-        masks: likewise.
-
-    Returns:
-        Sparse and dense embeddings.
-    """
-    if (points is None and boxes is None) or module._forward_hooks or module._forward_pre_hooks:
-        uncompiled: tuple[Tensor, Tensor] = module._call_impl(points, boxes, masks)
-        return uncompiled
-    if points is not None:
-        points = (_dynamic(points[0], 0, 1), _dynamic(points[1], 0, 1))
-    sparse, dense = call(points, None if boxes is None else _dynamic(boxes, 0), None)
-    return sparse, dense if masks is None else module._embed_masks(masks)
-
-
-def decode(
-    call: Callable[..., tuple[Tensor, Tensor]],
-    image_embeddings: Tensor,
-    image_pe: Tensor,
-    sparse_prompt_embeddings: Tensor,
-    dense_prompt_embeddings: Tensor,
-    multimask_output: bool,
-) -> tuple[Tensor, Tensor]:
-    """Calls a compiled mask decoder: one compilation serves any number of prompts, and of points.
-
-    The image side is cut to what differs, so that the code sees either one or as many as there are prompts. What is
-    marked as dynamic is a view: the caller's tensors carry no mark.
-
-    Args:
-        call: what calls it, hooks included.
-        image_embeddings: as in SAM, and the others likewise.
-        image_pe: likewise.
-        sparse_prompt_embeddings: [N, T, C].
-        dense_prompt_embeddings: [N, C, h, w].
-        multimask_output: likewise.
-
-    Returns:
-        Logits and predicted IoU.
-    """
-    sparse = _dynamic(sparse_prompt_embeddings, 0, 1)
-    image, dense = (_dynamic(shared(batch), 0) for batch in (image_embeddings, dense_prompt_embeddings))
-    return call(image, image_pe, sparse, dense, multimask_output)
-
-
-def _dynamic(tensor: Tensor, *dims: int) -> Tensor:
-    """A view of a tensor some of whose sizes torch.compile takes for any size; not for 0 and 1, which it never does.
-
-    Where no gradient is wanted it is none of a parameter's either, so that all calls are alike to torch.compile.
-    """
-    view = tensor.view(tensor.shape) if torch.is_grad_enabled() else tensor.detach()
-    for dim in dims:
-        torch._dynamo.maybe_mark_dynamic(view, dim)
-    return view
 
 
 def call_compiled(compiled: Callable[..., Any], limit: int, *args: Any, **kwargs: Any) -> Any:

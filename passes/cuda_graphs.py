@@ -1,15 +1,16 @@
-"""The image encoder as CUDA graphs: its hundreds of kernel launches become one.
+"""Modules as CUDA graphs: their hundreds of kernel launches become one.
 
-A graph is the kernels of one call with the addresses they read and wrote. So each kind of batch has a graph, and each
-graph a buffer that its input is copied to; all write into one pool of memory, so that they may only run in turn, and
-what one returned is copied out before the next; and where a weight is no longer at its address, all are captured anew.
-Values written into the weights in place, as `load_state_dict` does, are seen by the next replay.
+A graph is the kernels of one call with the addresses they read and wrote. So each kind of call has a graph, and each
+graph buffers that its inputs are copied to; all of a module write into one pool of memory, so that they may only run in
+turn, and what one returned is copied out before the next; and where a weight is no longer at its address, all are
+captured anew. Values written into the weights in place, as `load_state_dict` does, are seen by the next replay.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,83 +21,160 @@ from torch import Tensor
 from samopt.errors import SamoptError, first_line
 from samopt.passes.parts import Parts
 
+Call = Callable[..., tuple[Tensor, ...]]
+
 WARM_UPS = 2  # the first call compiles and tunes kernels, the second allocates as every later one will
 
 _CAPTURING = threading.Lock()  # one at a time in a process, as PyTorch wants it
 
 
 @dataclass(frozen=True)
-class Captured:
-    """One graph: fill `pixels`, call `run`, read `features`.
+class Buffer:
+    """Memory for an input of a graph.
 
     Attributes:
-        pixels: the buffer it reads.
-        features: the buffer it writes.
+        memory: where its values are written, each once.
+        tensor: what the graph reads: `memory` with the sizes and strides of the input, which may be expanded.
+    """
+
+    memory: Tensor
+    tensor: Tensor
+
+    @classmethod
+    def of(cls, given: Tensor, dtype: torch.dtype) -> Buffer:
+        """A buffer for inputs like `given`, with its values."""
+        once = _once(given)
+        memory = torch.empty_strided(once.shape, once.stride(), dtype=dtype, device=given.device)
+        memory.copy_(once)
+        return cls(memory, memory.as_strided(given.shape, given.stride()))
+
+    def fill(self, given: Tensor) -> None:
+        """Writes the values of an input."""
+        self.memory.copy_(_once(given))
+
+
+def _once(given: Tensor) -> Tensor:
+    """A tensor without what it repeats: one of each dimension of stride 0."""
+    for dim, stride in enumerate(given.stride()):
+        if stride == 0:
+            given = given.narrow(dim, 0, 1)
+    return given
+
+
+def _copied(output: Tensor) -> Tensor:
+    """A copy in memory of its own, expanded where `output` is."""
+    return _once(output).clone().expand(output.shape)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One graph: fill `inputs`, call `run`, read `outputs`.
+
+    Attributes:
+        inputs: the buffers it reads.
+        outputs: the buffers it writes.
         run: replays it on the current stream.
     """
 
-    pixels: Tensor
-    features: Tensor
+    inputs: tuple[Buffer, ...]
+    outputs: tuple[Tensor, ...]
     run: Callable[[], None]
 
 
 class Device(Protocol):
     """What the graphs need of a GPU."""
 
-    def takes(self, pixels: Tensor) -> bool:
-        """Whether work on `pixels` can be captured now."""
+    def takes(self, given: Tensor) -> bool:
+        """Whether work on `given` can be captured now."""
 
-    def capture(self, call: Callable[[Tensor], Tensor], buffer: Tensor) -> Captured:
-        """Captures `call` on `buffer`, which is the graph's own from then on."""
+    def capture(self, call: Call, inputs: tuple[Buffer, ...]) -> Captured:
+        """Captures `call` on buffers, which are the graph's own from then on."""
 
     def turn(self, device: torch.device) -> AbstractContextManager[None]:
         """What is done inside happens on the GPU after all that was done inside before, whatever the streams."""
 
+    def wait(self) -> None:
+        """Waits for what was done in a turn, so that a graph can go."""
+
     def reset(self) -> None:
-        """Waits for what was done in a turn, so that the graphs can go."""
+        """Waits likewise; all graphs go."""
 
 
 class CudaGraphs:
-    """The CUDA graphs of one encoder. Threads may share them, and call from streams of their own."""
+    """The CUDA graphs of one module. Threads may share them, and call from streams of their own.
 
-    def __init__(self, device: Device | None = None) -> None:
-        self._device: Device = device or Cuda()
+    Args:
+        module: what is captured, as errors call it.
+        device: the GPU.
+        kinds: of calls to remember; where there are more, the one that did not come for longest is forgotten. None
+            remembers all.
+        at_once: capture the first call of a kind. Otherwise it runs as it is, and only the second is captured: what
+            comes once is not worth it.
+    """
+
+    def __init__(
+        self, module: str, device: Device | None = None, *, kinds: int | None = None, at_once: bool = True
+    ) -> None:
+        self._device: Device = device or Cuda(module)
+        self._kinds, self._at_once = kinds, at_once
         self._lock = threading.Lock()
-        self._graphs: dict[Any, Captured] = {}
+        self._graphs: OrderedDict[Any, Captured | None] = OrderedDict()  # None: met once
         self._parts: Parts | None = None
         self._addresses: list[int] = []
 
-    def may_stand_for(self, pixels: Tensor, parts: Parts) -> bool:
-        """Whether a graph may stand for the call on `pixels`: it leaves no gradients, and cannot be had everywhere."""
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (pixels, *parts.tensors())):
+    def may_stand_for(self, inputs: Sequence[Tensor], parts: Parts) -> bool:
+        """Whether a graph may stand for the call on `inputs`: it leaves no gradients, and cannot be had everywhere."""
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*inputs, *parts.tensors())):
             return False
-        return self._device.takes(pixels)
+        return self._device.takes(inputs[0])
 
     def replay(
-        self, pixels: Tensor, count: int, parts: Parts, call: Callable[[Tensor], Tensor], dtype: torch.dtype
-    ) -> Tensor:
-        """Returns the first `count` of `call(pixels)`, as a tensor that no later replay overwrites.
+        self,
+        call: Call,
+        inputs: Sequence[Tensor],
+        parts: Parts,
+        *,
+        kind: Hashable = None,
+        dtypes: Sequence[torch.dtype] | None = None,
+        count: int | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Returns what `call(*inputs)` does, as tensors that no later replay overwrites.
 
         Args:
-            pixels: [B, 3, H, W], contiguous. Another shape, device, grad mode or global setting than before, or another
-                `dtype`, is captured first.
-            count: of images, up to B.
-            parts: of the encoder that `call` runs.
             call: captured where it was not; it may compile.
-            dtype: what `call` casts pixels to before anything else, or theirs: it is cast on the way into the graph.
+            inputs: tensors of one device. Other shapes, strides, dtypes or device than before, or another grad mode or
+                global setting, is another kind of call.
+            parts: of the module that `call` runs.
+            kind: what else `call` depends on.
+            dtypes: what `call` casts the inputs to before anything else: they are cast on the way into the graph. None
+                leaves them as they are.
+            count: cuts the outputs to their first `count`; None leaves them whole.
 
         Raises:
             SamoptError: `call` does something that cannot be captured.
         """
-        key = (pixels.shape, dtype, pixels.device, *_modes())
+        inside = dtypes or [given.dtype for given in inputs]
+        alike = tuple((given.shape, given.stride(), dtype) for given, dtype in zip(inputs, inside, strict=True))
+        key = (kind, alike, inputs[0].device, *_modes())
         with self._lock:
             self._forget_if_moved(parts)
-            if (graph := self._graphs.get(key)) is None:
-                graph = self._graphs[key] = self._device.capture(call, pixels.to(dtype, copy=True))
-            with self._device.turn(pixels.device):
-                graph.pixels.copy_(pixels)
-                graph.run()
-                return graph.features[:count].clone()
+            if (graph := self._graphs.get(key)) is None and (self._at_once or key in self._graphs):
+                graph = self._device.capture(call, tuple(map(Buffer.of, inputs, inside)))
+            self._remember(key, graph)
+            if graph is not None:
+                with self._device.turn(inputs[0].device):
+                    for buffer, given in zip(graph.inputs, inputs, strict=True):
+                        buffer.fill(given)
+                    graph.run()
+                    return tuple(_copied(output[:count]) for output in graph.outputs)
+        return tuple(output[:count] for output in call(*inputs))
+
+    def _remember(self, key: Any, graph: Captured | None) -> None:
+        self._graphs[key] = graph
+        self._graphs.move_to_end(key)
+        if self._kinds is not None and len(self._graphs) > self._kinds:
+            self._device.wait()
+            self._graphs.popitem(last=False)
 
     def _forget_if_moved(self, parts: Parts) -> None:
         addresses = parts.addresses()
@@ -122,43 +200,49 @@ def _modes() -> tuple[Any, ...]:
 
 
 class Cuda:
-    """Capture and order of work on a GPU, through PyTorch."""
+    """Capture and order of work on a GPU, through PyTorch.
 
-    def __init__(self) -> None:
+    Args:
+        module: what is captured, as errors call it.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
 
-    def takes(self, pixels: Tensor) -> bool:
+    def takes(self, given: Tensor) -> bool:
         """Not on another device, not inside the caller's own capture, and not under autocast, whose cached copies of
         weights are gone when it ends."""
-        if not pixels.is_cuda or torch.is_autocast_enabled("cuda"):
+        if not given.is_cuda or torch.is_autocast_enabled("cuda"):
             return False
         return not torch.cuda.is_current_stream_capturing()
 
-    def capture(self, call: Callable[[Tensor], Tensor], buffer: Tensor) -> Captured:
+    def capture(self, call: Call, inputs: tuple[Buffer, ...]) -> Captured:
         """Calls it a few times on a side stream, for what happens only once, and captures it there."""
         # One lock over both, as what is done only once may wait for the whole GPU, which breaks a capture.
-        with _CAPTURING, torch.cuda.device(buffer.device):
+        given = tuple(buffer.tensor for buffer in inputs)
+        with _CAPTURING, torch.cuda.device(given[0].device):
             if self._side is None:
                 self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
             self._side.wait_stream(current)
             with torch.cuda.stream(self._side):
                 for _ in range(WARM_UPS):
-                    call(buffer)
-                features = self._record(graph, call, buffer)
+                    call(*given)
+                outputs = self._record(graph, call, given)
             current.wait_stream(self._side)
-        return Captured(buffer, features, graph.replay)
+        return Captured(inputs, outputs, graph.replay)
 
-    def _record(self, graph: torch.cuda.CUDAGraph, call: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
+    def _record(self, graph: torch.cuda.CUDAGraph, call: Call, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         try:
             # "thread_local": what other threads do on the GPU meanwhile is neither captured nor an error.
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                return call(buffer)
+                return call(*given)
         except RuntimeError as error:
             raise SamoptError(
-                f"the image encoder cannot be captured as a CUDA graph: {first_line(error)}; leave cuda_graphs out, "
+                f"{self._module} cannot be captured as a CUDA graph: {first_line(error)}; leave cuda_graphs out, "
                 "or, if the cause is that position tables are indexed at every call, apply HoistRelPos before Compile"
             ) from error
 
@@ -175,8 +259,12 @@ class Cuda:
         finally:
             self._done.record(stream)
 
-    def reset(self) -> None:
-        """Waits for the last turn; the next capture starts another pool, on the device that the weights are on then."""
+    def wait(self) -> None:
+        """Waits for the last turn."""
         if self._done is not None:
             self._done.synchronize()
+
+    def reset(self) -> None:
+        """Waits for the last turn; the next capture starts another pool, on the device that the weights are on then."""
+        self.wait()
         self._pool = self._side = self._done = None

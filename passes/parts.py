@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import threading
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,3 +72,18 @@ class Parts:
     def addresses(self) -> list[int]:
         """Where the values of the parameters and buffers are."""
         return list(map(Tensor.data_ptr, map(operator.getitem, self._holders, self._names)))
+
+
+class PartsOf:
+    """The parts of one module, listed anew where a module in it was replaced. Threads may share it."""
+
+    def __init__(self) -> None:
+        self._parts: Parts | None = None
+        self._lock = threading.Lock()
+
+    def __call__(self, root: nn.Module) -> Parts:
+        """The parts of `root`, the same module at every call."""
+        with self._lock:
+            if self._parts is None or not self._parts.current():
+                self._parts = Parts(root)
+            return self._parts

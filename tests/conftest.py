@@ -20,6 +20,7 @@ from torch import nn
 
 from samopt import Sample, optimize
 from samopt.passes import (
+    Compile,
     HoistRelPos,
     WhereIndexing,
     image_to_token,
@@ -30,6 +31,7 @@ from samopt.passes import (
     upscale_masks,
 )
 from tests.models import random_sam
+from tests.stand_in import StandIn
 from tests.toy_graphs import refuse_original
 
 
@@ -71,7 +73,19 @@ def optimised(tiny256: Sam) -> Callable[[str], Sam]:
 
 
 @pytest.fixture
-def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def fresh_compiler() -> Iterator[None]:
+    """Compiled code, counts of it and the limits that `Compile` raises do not outlast a test."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config = torch._dynamo.config
+    limits = {name: getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
+    with config.patch(limits):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def dynamo_only(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiles without TorchInductor: graphs are captured and guarded as ever, and run without generated code."""
     original = nn.Module.compile
 
@@ -79,9 +93,15 @@ def dynamo_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         original(module, backend="eager", fullgraph=fullgraph, dynamic=dynamic)
 
     monkeypatch.setattr(nn.Module, "compile", without_inductor)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+
+
+@pytest.fixture
+def on_stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """What `Compile(cuda_graphs=True)` captures with, here where there is no GPU."""
+    device = StandIn()
+    monkeypatch.setattr(Compile, "requires", lambda self, model: None)
+    monkeypatch.setattr("samopt.passes.cuda_graphs.Cuda", lambda module: device)
+    return device
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from samopt.passes.cuda_graphs import Captured
+from samopt.passes.cuda_graphs import Buffer, Call, Captured
 
 
 class Recording(TorchDispatchMode):
@@ -78,39 +78,44 @@ class StandIn:
     a CUDA graph does.
 
     Attributes:
-        captured: the batch size of each capture.
-        dtypes: what each capture's pixels are kept in.
+        captured: the batch size of each capture, of its first input.
+        dtypes: what each capture's first input is kept in.
         replays: how often a graph ran.
-        resets: how often the graphs were thrown away.
+        waits: how often a graph was thrown away alone.
+        resets: how often all graphs were thrown away.
         refuses: whether nothing can be captured now.
     """
 
     def __init__(self) -> None:
         self.captured: list[int] = []
         self.dtypes: list[torch.dtype] = []
-        self.replays = self.resets = 0
+        self.replays = self.waits = self.resets = 0
         self.refuses = False
         self._turn = False
         self._next = threading.Event()
 
-    def takes(self, pixels: Tensor) -> bool:
+    def takes(self, given: Tensor) -> bool:
         return not self.refuses
 
-    def capture(self, call: Callable[[Tensor], Tensor], buffer: Tensor) -> Captured:
-        self.captured.append(len(buffer))
-        self.dtypes.append(buffer.dtype)
-        call(buffer)  # compiles, which is no part of a graph
+    def capture(self, call: Call, inputs: tuple[Buffer, ...]) -> Captured:
+        given = tuple(buffer.tensor for buffer in inputs)
+        self.captured.append(len(given[0]))
+        self.dtypes.append(given[0].dtype)
+        call(*given)  # compiles, which is no part of a graph
         with Recording() as recording:
-            answer = call(buffer)
-        features = torch.full_like(answer, torch.nan)
+            answers = call(*given)
+        outputs = tuple(Buffer.of(answer, answer.dtype) for answer in answers)
+        for output in outputs:
+            output.memory.fill_(torch.nan)
 
         def run() -> None:
             assert self._turn, "a graph runs in its turn"
             self._next.wait(0.002)  # lets other threads in, if nothing keeps them out
             self.replays += 1
-            features.copy_(recording.replay(answer))
+            for output, answer in zip(outputs, answers, strict=True):
+                output.fill(recording.replay(answer))
 
-        return Captured(buffer, features, run)
+        return Captured(inputs, tuple(output.tensor for output in outputs), run)
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
@@ -118,6 +123,9 @@ class StandIn:
         self._turn = True
         yield
         self._turn = False
+
+    def wait(self) -> None:
+        self.waits += 1
 
     def reset(self) -> None:
         self.resets += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from segment_anything import SamPredictor
 from segment_anything.modeling import Sam
 from segment_anything.utils.transforms import ResizeLongestSide
 from torch import Tensor
@@ -34,7 +35,7 @@ from samopt.passes import (
     TritonLayerNorm,
     WhereIndexing,
 )
-from samopt.passes.cuda_graphs import Captured, Cuda
+from samopt.passes.cuda_graphs import Buffer, Call, Captured, Cuda
 from samopt.passes.kernels import attention, cublaslt
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.tuning import Config
@@ -248,13 +249,13 @@ def graphed(sam: Sam, scope: Literal["block", "encoder", "none"] = "block") -> A
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The batch size of every capture."""
+    """The batch size of every capture, of its first input."""
     sizes: list[int] = []
     capture = Cuda.capture
 
-    def noting(self: Cuda, call: Callable[[Tensor], Tensor], pixels: Tensor) -> Captured:
-        sizes.append(len(pixels))
-        return capture(self, call, pixels)
+    def noting(self: Cuda, call: Call, inputs: tuple[Buffer, ...]) -> Captured:
+        sizes.append(len(inputs[0].tensor))
+        return capture(self, call, inputs)
 
     monkeypatch.setattr(Cuda, "capture", noting)
     return sizes
@@ -339,6 +340,34 @@ def test_cuda_graphs_hold_the_kernels(sam: Sam, captured: list[int], kernels: li
     assert relative_error(features, [eager(pixels) for pixels in (one, other)]) < 0.05
 
 
+@pytest.mark.parametrize("recipe", ["fast", "max"])
+@torch.no_grad()
+def test_few_prompts_are_answered_by_cuda_graphs(sam: Sam, recipe: str, captured: list[int]) -> None:
+    """The kernels are those of the calls before the capture, so that the answers are the same bits."""
+    fast = samopt.optimize(sam, recipe, verify="off")
+    predictor = SamPredictor(fast)
+    predictor.set_image(scene_samples(1)[0].image)
+    captured.clear()
+    prompts = [1024 * torch.rand(count, points, 2, device="cuda") for count, points in ((1, 1), (1, 3), (64, 1))]
+
+    def answers() -> list[Tensor]:
+        return [
+            answer
+            for points in prompts
+            for answer in predictor.predict_torch(points, torch.ones(points.shape[:2], device="cuda", dtype=torch.int))
+        ]
+
+    first, second = answers(), answers()
+    assert sorted(captured) == [1, 1, 1, 1, 1, 64], "of each the prompt encoder's and the decoder's, whose image is one"
+    kept = [answer.clone() for answer in second]
+    with synchronising_is_an_error():
+        third = answers()
+    for found in (second, third):
+        assert all(map(torch.equal, found, first))
+    assert all(map(torch.equal, second, kept)), "what was returned is not written again"
+    assert len(captured) == 6
+
+
 @torch.no_grad()
 def test_a_caller_may_capture_the_encoder_in_a_graph_of_its_own(sam: Sam, captured: list[int]) -> None:
     encoder = graphed(sam)
@@ -355,9 +384,9 @@ def test_a_caller_may_capture_the_encoder_in_a_graph_of_its_own(sam: Sam, captur
 
 def test_autocast_is_not_captured() -> None:
     pixels = torch.zeros(1, 3, 8, 8, device="cuda")
-    assert Cuda().takes(pixels)
+    assert Cuda("the image encoder").takes(pixels)
     with torch.autocast("cuda", torch.bfloat16):
-        assert not Cuda().takes(pixels)
+        assert not Cuda("the image encoder").takes(pixels)
 
 
 def test_a_waterfall_has_speed_memory_and_accuracy() -> None:

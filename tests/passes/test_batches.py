@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention
 from samopt.passes.batches import Batches, encode, fill_up
-from samopt.passes.cuda_graphs import CudaGraphs
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, relative_error
 from tests.stand_in import StandIn
@@ -25,13 +23,7 @@ SCOPES: list[Scope] = ["block", "encoder"]
 GRAPHS = {"block": 4, "encoder": 1}  # of one batch size: patch embedding, windowed and global block, neck
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler(dynamo_only: None) -> Iterator[None]:
-    torch._dynamo.utils.counters.clear()
-    config = torch._dynamo.config
-    limits = {name: getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
-    with config.patch(limits):
-        yield
+pytestmark = pytest.mark.usefixtures("dynamo_only")
 
 
 def compilations() -> int:
@@ -251,15 +243,6 @@ def test_an_encoder_with_other_code_is_compiled_and_takes_its_batches_as_they_co
 # With CUDA graphs, on a stand-in for the GPU
 
 
-@pytest.fixture
-def on_stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """What `Compile(cuda_graphs=True)` captures with, here where there is no GPU."""
-    device = StandIn()
-    monkeypatch.setattr(Compile, "requires", lambda self, model: None)
-    monkeypatch.setattr("samopt.passes.compile.CudaGraphs", lambda: CudaGraphs(device))
-    return device
-
-
 @pytest.mark.parametrize("scope", SCOPES)
 def test_every_size_is_captured_once_and_features_stay(scope: Scope, on_stand_in: StandIn) -> None:
     sam = random_sam()
@@ -274,7 +257,6 @@ def test_every_size_is_captured_once_and_features_stay(scope: Scope, on_stand_in
     assert on_stand_in.captured == [1, 4]
 
 
-@pytest.mark.usefixtures("dynamo_only")
 def test_pixels_are_cast_on_the_way_into_a_graph(on_stand_in: StandIn) -> None:
     sam = random_sam()
     CastDtype()(sam)

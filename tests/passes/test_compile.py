@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -13,31 +13,19 @@ import torch
 from torch import Tensor, nn
 
 import samopt
-from samopt import AlreadyApplied, InvalidInput, Pass, Recipe, SamoptError, Site, Skip, Step, Unsupported, optimize
+from samopt import AlreadyApplied, InvalidInput, Recipe, SamoptError, Site, Skip, Step, Unsupported, optimize
 from samopt.passes import (
     CastDtype,
     Compile,
-    FusedMaskDecoder,
     HoistRelPos,
     LinearPatchEmbed,
     SDPAttention,
-    WhereIndexing,
 )
 from samopt.passes import compile as compile_pass
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, assert_rounding
 
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Compiled code and the limits that the pass raises do not outlast a test."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    config = torch._dynamo.config
-    limits = {name: getattr(config, name) for name in ("recompile_limit", "accumulated_recompile_limit")}
-    with config.patch(limits):
-        yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.parametrize("scope", ["block", "encoder"])
@@ -285,116 +273,13 @@ def test_an_encoder_alone_compiles_in_place(scope: Literal["block", "encoder"]) 
         assert_bit_equal(encoder(pixels), before(pixels))
 
 
-# The mask decoder
-
-
-def decoder_inputs(prompts: int, tokens: int = 2, *, masks: bool = False, images: int = 1) -> list[Tensor]:
-    """An image's embedding and positions, sparse and dense prompts."""
-    generator = torch.Generator().manual_seed(prompts)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    dense = normal(prompts, 64, 4, 4) if masks else normal(1, 64, 1, 1).expand(prompts, -1, 4, 4)
-    return [normal(images, 64, 4, 4), normal(1, 64, 4, 4), normal(prompts, tokens, 64), dense]
-
-
-def graphs() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-NOTHING: tuple[Pass, ...] = ()
-EVERYTHING = (SDPAttention(encoder=False), FusedMaskDecoder(), CastDtype(encoder=False))
-
-
-@pytest.mark.usefixtures("dynamo_only")
-@pytest.mark.parametrize(
-    ("mode", "passes"), [(torch.no_grad, NOTHING), (torch.inference_mode, EVERYTHING)], ids=["sam", "rewritten"]
-)
-def test_a_decoder_compiles_twice_for_any_number_of_prompts(mode: Any, passes: tuple[Pass, ...]) -> None:
-    sam = random_sam()
-    for pass_ in passes:
-        pass_(sam)
-    ours = copy.deepcopy(sam)
-    Compile(decoder=True)(ours)
-    with mode():
-        for multimask, masks in ((True, False), (False, True)):
-            before = graphs()
-            # 2 prompts of 2 tokens first: sizes that are equal by chance must not be taken to be equal always.
-            for prompts, tokens in ((2, 2), (1, 2), (4, 4), (7, 2), (1, 9), (64, 3), (1024, 2)):
-                given = decoder_inputs(prompts, tokens, masks=masks)
-                ours_found = ours.mask_decoder(*given, multimask_output=multimask)
-                assert_bit_equal(ours_found, sam.mask_decoder(*given, multimask_output=multimask))
-                assert not any(name.startswith("_dynamo") for tensor in given for name in vars(tensor))
-            assert graphs() == before + 2
-
-
-@pytest.mark.usefixtures("dynamo_only")
-@torch.no_grad()
-def test_a_prompt_encoder_compiles_twice_for_any_number_of_prompts() -> None:
-    sam = random_sam()
-    WhereIndexing()(sam)
-    ours = copy.deepcopy(sam)
-    Compile(decoder=True)(ours)
-    for kinds in ("points", "boxes", "points boxes", "points masks"):
-        before = graphs()
-        for prompts, tokens in ((2, 2), (1, 2), (7, 4), (300, 2)):
-            points = 64 * torch.rand(prompts, tokens, 2), torch.randint(-1, 2, (prompts, tokens))
-            boxes, masks = 64 * torch.rand(prompts, 4), torch.randn(prompts, 1, 16, 16)
-            given = [
-                value if name in kinds else None
-                for name, value in zip(("points", "boxes", "masks"), (points, boxes, masks), strict=True)
-            ]
-            found = ours.prompt_encoder(*given)
-            assert_bit_equal(list(found), list(sam.prompt_encoder(*given)))
-            assert found[1].stride(0) == 0 or masks is given[2] or prompts == 1
-        assert graphs() == before + (0 if "masks" in kinds else 2)
-    alone = ours.prompt_encoder(None, None, masks)
-    assert_bit_equal(list(alone), list(sam.prompt_encoder(None, None, masks)))
+# The mask decoder, see `test_decoding.py`
 
 
 def test_a_prompt_encoder_with_boolean_masks_is_not_compiled() -> None:
     result = Compile(decoder=True)(random_sam())
     reasons = {skip.fqn: skip.reason for skip in result.skipped}
     assert "apply where_indexing first" in reasons["prompt_encoder"]
-
-
-@pytest.mark.usefixtures("dynamo_only")
-@torch.no_grad()
-def test_a_compiled_decoder_takes_an_image_for_each_prompt() -> None:
-    sam = random_sam()
-    FusedMaskDecoder()(sam)
-    ours = copy.deepcopy(sam)
-    Compile(decoder=True)(ours)
-    for prompts in (3, 5, 8):
-        given = decoder_inputs(prompts, images=prompts)
-        assert_bit_equal(ours.mask_decoder(*given, True), sam.mask_decoder(*given, True))
-    assert graphs() == 1
-
-
-@pytest.mark.usefixtures("dynamo_only")
-@torch.no_grad()
-def test_a_compiled_decoder_serves_metas_callers() -> None:
-    """SAM calls it with keyword arguments; the ONNX export calls `predict_masks`, which is not compiled."""
-    sam = random_sam()
-    ours = copy.deepcopy(sam)
-    Compile(decoder=True)(ours)
-    image, positions, sparse, dense = decoder_inputs(3)
-    given = {
-        "image_embeddings": image,
-        "image_pe": positions,
-        "sparse_prompt_embeddings": sparse,
-        "dense_prompt_embeddings": dense,
-    }
-    plain = sam.mask_decoder.predict_masks(**given)
-    assert_bit_equal(ours.mask_decoder.predict_masks(**given), plain)
-    assert graphs() == 0
-    expected = [tensor[:, 1:] for tensor in plain]
-    assert_bit_equal(ours.mask_decoder(**given, multimask_output=True), expected)
-    assert graphs() == 1
-    with ThreadPoolExecutor(2) as pool:
-        for found in pool.map(lambda _: ours.mask_decoder(**given, multimask_output=True), range(4)):
-            assert_bit_equal([tensor.detach() for tensor in found], expected)
 
 
 def test_the_decoder_is_compiled_on_a_gpu_or_where_asked() -> None:
@@ -409,19 +294,3 @@ def test_the_decoder_is_compiled_on_a_gpu_or_where_asked() -> None:
     *_, skip = Compile(decoder=True).match(sam)
     assert isinstance(skip, Skip)
     assert skip.reason == "it is not compiled: its predict_masks was replaced on this module"
-
-
-@pytest.mark.usefixtures("dynamo_only")
-@torch.no_grad()
-def test_a_decoder_past_the_recompile_limit_is_an_error_and_a_copy_is_not_compiled() -> None:
-    sam = random_sam()
-    result = Compile(decoder=True, recompile_limit=2)(sam)
-    decoder = sam.mask_decoder
-    assert copy.deepcopy(decoder)._compiled_call_impl is None
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for prompts in (1, 2):
-            decoder(*decoder_inputs(prompts), True)
-        with pytest.raises(SamoptError, match=r"may compile \(2: .*raise Compile\(recompile_limit="):
-            decoder(*decoder_inputs(2), False)
-    result.undo()
-    assert sam.mask_decoder._compiled_call_impl is None

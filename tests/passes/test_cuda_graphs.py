@@ -24,12 +24,12 @@ class Model:
     def __init__(self) -> None:
         self.layer = nn.Linear(4, 4).requires_grad_(False)
         self.device = StandIn()
-        self.graphs = CudaGraphs(self.device)
+        self.graphs = CudaGraphs("the layer", self.device)
         self.parts = Parts(self.layer)
 
     def __call__(self, pixels: Tensor, count: int | None = None) -> Tensor:
-        count = len(pixels) if count is None else count
-        return self.graphs.replay(pixels, count, self.parts, self.layer, pixels.dtype)
+        (features,) = self.graphs.replay(lambda x: (self.layer(x),), [pixels], self.parts, count=count)
+        return features
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_one_graph_for_each_shape_dtype_and_mode(model: Model) -> None:
             model(pixels)
         with torch.inference_mode():
             assert model(pixels).is_inference()
-        model.graphs.replay(pixels.double(), 2, model.parts, lambda pixels: model.layer(pixels.float()), torch.float64)
+        model.graphs.replay(lambda pixels: (model.layer(pixels.float()),), [pixels.double()], model.parts)
     assert model.device.captured == [2, 1, 2, 2, 2, 2]
     assert model.device.replays == 12
 
@@ -59,6 +59,32 @@ def test_features_are_copied_out_and_cut(model: Model) -> None:
     second = model(pixels[1])
     assert_bit_equal(first, model.layer(pixels[0])[:3])
     assert_bit_equal(second, model.layer(pixels[1]))
+
+
+def test_what_is_expanded_is_kept_once(model: Model) -> None:
+    row = torch.randn(1, 3, 1, 4)
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        assert x.stride() == expanded.stride()
+        return x.sum((1, 2)), (x[:, :1] + 1)[:, :, :1].expand(-1, 6, -1, -1)
+
+    expanded = row.expand(2, -1, 5, -1)
+    for rows in (row, 2 * row):
+        total, wide = model.graphs.replay(call, [rows.expand(2, -1, 5, -1)], model.parts)
+        assert_bit_equal([total, wide], list(call(rows.expand(2, -1, 5, -1))))
+        assert wide.stride(1) == 0
+        assert wide.untyped_storage().nbytes() == 2 * 4 * 4
+    assert model.device.captured == [2]
+
+
+def test_only_what_comes_again_is_captured_where_that_is_asked() -> None:
+    model = Model()
+    model.graphs = CudaGraphs("the layer", model.device, kinds=2, at_once=False)
+    pixels = torch.randn(3, 3, 2, 4)
+    for count, captured in ((1, []), (1, [1]), (2, [1]), (1, [1]), (2, [1, 2]), (3, [1, 2]), (1, [1, 2]), (2, [1, 2])):
+        assert_bit_equal(model(pixels[:count]), model.layer(pixels[:count]))
+        assert model.device.captured == captured
+    assert model.device.waits == 3, "a third kind takes the place of the one that did not come for longest"
 
 
 def test_values_written_in_place_need_no_new_capture(model: Model) -> None:
@@ -111,15 +137,15 @@ def test_a_replaced_weight_would_be_stale_if_nobody_looked(
 
 def test_no_graph_where_gradients_are_wanted_or_nothing_can_be_captured(model: Model) -> None:
     pixels = torch.randn(1, 3, 2, 4)
-    assert model.graphs.may_stand_for(pixels, model.parts)
+    assert model.graphs.may_stand_for([pixels], model.parts)
     for wants in (pixels, model.layer.weight):
         wants.requires_grad_()
-        assert not model.graphs.may_stand_for(pixels, model.parts)
+        assert not model.graphs.may_stand_for([pixels], model.parts)
         with torch.no_grad():
-            assert model.graphs.may_stand_for(pixels, model.parts)
+            assert model.graphs.may_stand_for([pixels], model.parts)
         wants.requires_grad_(False)
     model.device.refuses = True
-    assert not model.graphs.may_stand_for(pixels, model.parts)
+    assert not model.graphs.may_stand_for([pixels], model.parts)
 
 
 def test_threads_take_turns(model: Model) -> None:
@@ -134,11 +160,11 @@ def test_threads_take_turns(model: Model) -> None:
 def test_a_failed_capture_leaves_no_graph(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = torch.randn(1, 3, 2, 4)
 
-    def fail(pixels: Tensor) -> Tensor:
+    def fail(pixels: Tensor) -> tuple[Tensor]:
         raise RuntimeError("not permitted")
 
     with pytest.raises(RuntimeError, match="not permitted"):
-        model.graphs.replay(pixels, 1, model.parts, fail, pixels.dtype)
+        model.graphs.replay(fail, [pixels], model.parts)
     assert_bit_equal(model(pixels), model.layer(pixels))
 
 
@@ -177,18 +203,18 @@ def test_a_setting_that_chooses_other_kernels_is_captured_anew(model: Model, set
 
 
 def test_a_failed_capture_says_what_failed_and_only_then_a_possible_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(pixels: Tensor) -> Tensor:
+    def fail(pixels: Tensor) -> tuple[Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
     with pytest.raises(SamoptError) as error:
-        Cuda()._record(cast(torch.cuda.CUDAGraph, None), fail, torch.zeros(1))
+        Cuda("the mask decoder")._record(cast(torch.cuda.CUDAGraph, None), fail, (torch.zeros(1),))
     assert str(error.value) == (
-        "the image encoder cannot be captured as a CUDA graph: OutOfMemoryError: CUDA out of memory. Tried to allocate "
+        "the mask decoder cannot be captured as a CUDA graph: OutOfMemoryError: CUDA out of memory. Tried to allocate "
         "2 GiB; leave cuda_graphs out, or, if the cause is that position tables are indexed at every call, apply "
         "HoistRelPos before Compile"
     )
 
 
 def test_a_cpu_takes_no_graphs() -> None:
-    assert not Cuda().takes(torch.zeros(1, 3, 2, 2))
+    assert not Cuda("the image encoder").takes(torch.zeros(1, 3, 2, 2))
