@@ -17,7 +17,8 @@ from samopt.passes.kernels.devices import upload
 
 TAPS = 3
 FARTHEST = 2**31 - 1
-BLOCK_Y, BLOCK_X, ROWS = 8, 128, 64  # of the kernels; a program that measures takes as many rows
+# Of the kernels: the lines of logits that a program goes down, and the pixels that it makes at once.
+LINES, BLOCK_Y, UPSCALED_X, MEASURED_X = 16, 8, 256, 128
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,12 @@ def launch(logits: Tensor, frame: Frame, threshold: float | None = None, valid: 
     logits = logits.contiguous()
     (N, h, w), (H, W) = logits.shape, frame.original_size
     out = logits.new_empty((N, H, W), dtype=torch.float32 if threshold is None else torch.bool)
-    programs = N * -(-H // BLOCK_Y) * -(-W // BLOCK_X)
+    programs = N * -(-(h - TAPS + 1) // LINES) * -(-W // UPSCALED_X)
     if programs:
         with torch.cuda.device_of(logits):
             upscale[(programs,)](
                 logits, *_taps((h, w), frame, logits.device), valid, out, threshold or 0.0, h, w, H, W,
-                threshold is not None, BLOCK_Y, BLOCK_X,
+                threshold is not None, LINES, BLOCK_Y, UPSCALED_X,
             )  # fmt: skip
     return out
 
@@ -108,28 +109,31 @@ def measure(logits: Tensor, frame: Frame, threshold: float, offset: float, valid
     from samopt.passes.kernels import mask_upscaling
 
     logits = logits.contiguous()
-    (N, h, w), (H, W) = logits.shape, frame.original_size
+    (N, h, w), W = logits.shape, frame.original_size[1]
     found = logits.new_zeros((N, 6), dtype=torch.int32)
     found[:, 2:4] = FARTHEST
     found[:, 4:] = -1
-    programs = N * -(-H // ROWS)
+    programs = N * -(-(h - TAPS + 1) // LINES)
     if programs:
         with torch.cuda.device_of(logits):
             mask_upscaling.measure[(programs,)](
-                logits, *_taps((h, w), frame, logits.device), valid, found, threshold, offset, h, w, H, W,
-                ROWS, BLOCK_Y, BLOCK_X,
+                logits, *_taps((h, w), frame, logits.device), valid, found, threshold, offset, h, w, W,
+                LINES, BLOCK_Y, MEASURED_X,
             )  # fmt: skip
     found[:, 2:] *= found[:, 4:5] >= 0
     return found
 
 
 @functools.lru_cache(maxsize=64)
-def _taps(low: tuple[int, int], frame: Frame, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The rows and the columns that pixels are made of, on the device: float32 [H, 4] and [W, 4]."""
+def _taps(low: tuple[int, int], frame: Frame, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows and the columns that pixels are made of, on the device: float32 [H, 4] and [W, 4]; and of each line of
+    logits that may be the first of three, and the one after, where the rows of pixels begin that it is: int32 [h - 1].
+    """
     sizes = zip(low, frame.input_size, frame.original_size, strict=True)
-    both = np.concatenate([taps(here, frame.img_size, *size) for here, *size in sizes])
-    rows, columns = upload(both, device).split(frame.original_size)
-    return rows, columns
+    both = [taps(here, frame.img_size, *size) for here, *size in sizes]
+    rows, columns = upload(np.concatenate(both), device).split(frame.original_size)
+    starts = np.searchsorted(both[0][:, 0], np.arange(low[0] - TAPS + 2)).astype(np.int32)
+    return rows, columns, upload(starts, device)
 
 
 def taps(low: int, img_size: int, seen: int, size: int) -> NDArray[np.float32]:

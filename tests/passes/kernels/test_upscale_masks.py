@@ -79,11 +79,32 @@ def test_the_kernel_measures_what_is_wanted(case: str) -> None:
 
 
 @interpreted
-def test_an_image_of_more_rows_than_a_program_measures() -> None:
-    frame = Frame(64, (64, 20), (2 * upscale_masks.ROWS + 3, 5))
-    logits = random_logits((16, 16), count=1)
+def test_a_mask_is_made_by_as_many_programs_as_it_has_lines_for() -> None:
+    low, frame = (2 * upscale_masks.LINES + 5, 16), Frame(64, (64, 20), (71, 5))
+    logits = random_logits(low, count=1)
+    assert relative_error(launch(logits, frame), truth(logits, frame)) < 3e-7
     found = measure(logits, frame, 0.0, 1.0, torch.ones(1, dtype=torch.bool))
     assert torch.equal(found[:, 2:].long(), boxes_of(truth(logits, frame) > 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [(1200, 1800), (534, 800), (1024, 1024), (37, 2000), (100, 67), (1, 1)])
+def test_a_gpu_upscales_and_measures(size: tuple[int, int], dtype: torch.dtype) -> None:
+    longest = max(size)
+    seen = max(1, round(1024 * size[0] / longest)), max(1, round(1024 * size[1] / longest))
+    frame = Frame(1024, seen, size)
+    logits = random_logits((256, 256), count=5, dtype=dtype).cuda()
+    expected = truth(logits, frame)
+    upscaled = launch(logits, frame)
+    assert relative_error(upscaled, expected) < 3e-7
+    wanted = torch.tensor([True, False, True, True, True], device="cuda")
+    assert torch.equal(launch(logits, frame, 0.1, wanted)[wanted], (upscaled > 0.1)[wanted])
+    found = measure(logits, frame, 0.1, 0.5, wanted)
+    for column, limit in ((0, 0.6), (1, -0.4)):
+        assert torch.equal(found[wanted, column], (upscaled > limit).sum((1, 2))[wanted].int())
+    assert torch.equal(found[wanted, 2:].long(), boxes_of(upscaled > 0.1)[wanted])
 
 
 @interpreted
