@@ -71,7 +71,7 @@ def unfit_norm(module: nn.Module, wider_than: int = 0) -> str | None:
     if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or weight.dim() != 1:
         return "its norms are not over the last dimension alone, with weight and bias"
     if len(weight) <= wider_than:
-        return f"its rows of {len(weight)} are fast as they are: TorchInductor keeps them in registers"
+        return f"its rows of {len(weight)} are fast as they are, TorchInductor keeps them in registers"
     return f"its rows of {len(weight)} are wider than {WIDEST}" if len(weight) > WIDEST else None
 
 

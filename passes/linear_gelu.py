@@ -17,6 +17,7 @@ from samopt.base import Numerics, Pass, Phase
 from samopt.errors import Unsupported
 from samopt.passes.kernels.devices import no_gpu
 from samopt.passes.kernels.linear import linear as linear_operator
+from samopt.passes.linears import no_linear
 from samopt.rebind import clone, mark, marked, rebind
 from samopt.result import Site, Skip
 from samopt.structure import differs, encoders, join
@@ -62,7 +63,7 @@ class LinearGELU(Pass):
 
 
 def _unfit(mlp: Any) -> str | None:
-    if reason := differs(mlp.lin1, "forward", nn.Linear.forward):
+    if reason := no_linear(mlp.lin1):
         return f"lin1: {reason}"
     if reason := differs(mlp.act, "forward", nn.GELU.forward):
         return f"act: {reason}"

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from samopt.errors import InvalidInput
+from samopt.passes.quantized_linear import quantized_already
 from samopt.result import Skip
 from samopt.structure import differs, encoders, join, mask_decoders
 
@@ -25,7 +26,7 @@ def linears(model: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, Any]
             "lin1" or "lin2", in the blocks of the image encoder, or "decoder", all linear layers of the mask decoder.
 
     Yields:
-        Name and module; a layer that computes something else than `nn.Linear` does is a Skip.
+        Name and module; one that is `no_linear` is a Skip.
 
     Raises:
         InvalidInput: what is neither a role nor the name of a linear layer of this model.
@@ -44,8 +45,13 @@ def linears(model: nn.Module, layers: Sequence[str]) -> Iterator[tuple[str, Any]
             )
     for name, module in found.items():
         if name in wanted:
-            reason = differs(module, "forward", nn.Linear.forward)
+            reason = no_linear(module)
             yield Skip(name, reason) if reason else (name, module)
+
+
+def no_linear(module: Any) -> str | None:
+    """Why a module does not compute what `nn.Linear` does, of weights that are not quantised; None if it does."""
+    return quantized_already(module) or differs(module, "forward", nn.Linear.forward)
 
 
 def refuse_none(pass_: str, layers: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from samopt.base import APPLIED
 from samopt.passes.kernels.float8_linear import float8_linear
@@ -111,6 +112,17 @@ def weight_of(linear: Any) -> Tensor:
     """A linear layer's weight in float32, quantised or not."""
     weight: Tensor = linear.weight.detach().float()
     return weight * linear.weight_scale[:, None] if takes_rows(linear) else weight
+
+
+def quantized_already(linear: Any) -> str | None:
+    """What a linear layer's weights were quantised to, in words, by samopt or by torchao; None if they were not."""
+    if takes_rows(linear):
+        dtype = str(linear.weight.dtype).removeprefix("torch.").partition("_")[0]
+        return f"its weights are {dtype} already"
+    if is_traceable_wrapper_subclass(weight := getattr(linear, "weight", None)):
+        kind = type(weight)
+        return f"its weights are {kind.__module__.partition('.')[0]}'s {kind.__name__} already"
+    return None
 
 
 def unfit(linear: Any) -> str | None:

@@ -24,6 +24,7 @@ from samopt.passes.kernels.attention_launch import Geometry
 from samopt.passes.kernels.attention_problem import problem
 from samopt.passes.kernels.devices import cannot_run, not_half
 from samopt.passes.kernels.tuning import choose
+from samopt.passes.quantized_linear import quantized_already
 from samopt.passes.rel_pos import distances
 from samopt.rebind import clone, mark, marked
 from samopt.result import Site, Skip
@@ -75,6 +76,8 @@ def _site_or_skip(name: str, attn: Any, grid: tuple[int, int] | None, window: in
     if not attn.use_rel_pos:
         return Skip(name, "it has no relative positions")
     if differs(attn.qkv, "forward", nn.Linear.forward):
+        if reason := quantized_already(attn.qkv):
+            return Skip(name, f"qkv: {reason}")
         return Skip(name, "its qkv is no plain linear layer: what it makes of a zero token cannot be told")
     if reason := not_half(attn.rel_pos_h.dtype):
         return Skip(name, reason)

@@ -19,7 +19,7 @@ from torch import nn
 
 from samopt.errors import AlreadyApplied, InvalidInput, NoSites, SamoptError, Unsupported
 from samopt.rebind import retarget, set_module
-from samopt.result import PassResult, Site, Skip
+from samopt.result import PassResult, Site, Skip, by_reason
 
 if typing.TYPE_CHECKING:
     from samopt.samples import Sample
@@ -172,8 +172,12 @@ class Pass(abc.ABC):
             return AlreadyApplied(
                 f"{name} was applied to this model already", "undo it first, or start from the unmodified model"
             )
-        reasons = "; ".join(str(skip) for skip in skipped[:3]) or "no module of the kind it looks for"
-        return NoSites(f"{name} found nothing to rewrite: {reasons}", "leave it out, or check that this is a Sam")
+        if not skipped:
+            return NoSites("no module of the kind it looks for", "leave it out, or check that this is a Sam", name)
+        reasons = by_reason(skipped)
+        if len(reasons) == 1 and len(skipped) > 1:
+            return NoSites(f"{skipped[0].reason} ({len(skipped)} modules)", name=name)
+        return NoSites("; ".join(reasons), name=name)
 
 
 def refuse_compiled(model: nn.Module, remedy: str) -> None:

@@ -41,9 +41,24 @@ class Unsupported(SamoptError):
         self.reason = reason
         self.remedy = remedy
 
+    @property
+    def why(self) -> str:
+        """Reason and remedy, for a report, which names the pass itself."""
+        return f"{self.reason}; {self.remedy}" if self.remedy else self.reason
+
 
 class NoSites(Unsupported):
-    """A pass that found nothing to rewrite, with the reasons it met."""
+    """A pass that found nothing to rewrite.
+
+    Args:
+        reason: the reasons it met.
+        remedy: what the user can do about it.
+        name: of the pass, for the message; `reason` and `why` are without it.
+    """
+
+    def __init__(self, reason: str, remedy: str = "", name: str = "") -> None:
+        super().__init__(f"{name} found nothing to rewrite: {reason}" if name else reason, remedy)
+        self.reason = reason
 
 
 class AlreadyApplied(Unsupported):

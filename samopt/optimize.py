@@ -152,7 +152,7 @@ class _Run:
         except Unsupported as error:
             if step.required:
                 raise
-            self.steps.append(StepReport(repr(pass_), pass_.phase, pass_.numerics, "skipped", str(error)))
+            self.steps.append(StepReport(repr(pass_), pass_.phase, pass_.numerics, "skipped", error.why))
             return
         except SamoptError:
             raise

@@ -158,7 +158,7 @@ def compile_again(model: nn.Module, recipe: Recipe, rows: Sequence[StepReport]) 
             except Unsupported as error:
                 if step.required:
                     raise
-                row = dataclasses.replace(row, status="skipped", reason=str(error))
+                row = dataclasses.replace(row, status="skipped", reason=error.why)
         found.append(row)
     return tuple(found)
 

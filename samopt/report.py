@@ -13,7 +13,7 @@ from torch import nn
 
 from samopt.base import Numerics, Phase
 from samopt.errors import SamoptError
-from samopt.result import Site, Skip
+from samopt.result import Site, Skip, by_reason
 from samopt.shown import Shown
 from samopt.speed import BlockSpeed
 from samopt.verify import Agreement
@@ -141,7 +141,7 @@ class Report(Shown):
 
     def _caption(self) -> str:
         lines = [line for step in self.steps for line in _outcome(step)]
-        lines += [f"{_short(step.name)} left out {skip}" for step in self.steps for skip in step.skipped]
+        lines += [f"{_short(step.name)} left out {those}" for step in self.steps for those in by_reason(step.skipped)]
         if self.baseline is not None and self.baseline.masks is None:
             lines.append("masks: not measured, untrained weights")
         if self.samples:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,19 @@ class Skip:
 
     def __str__(self) -> str:
         return f"{self.fqn or '(the model)'}: {self.reason}"
+
+
+def by_reason(skips: Iterable[Skip]) -> list[str]:
+    """Skips in words, each reason once: of the first module it holds for, and how many others."""
+    alike: dict[str, list[Skip]] = {}
+    for skip in skips:
+        alike.setdefault(skip.reason, []).append(skip)
+    return [_together(first, len(others)) for first, *others in alike.values()]
+
+
+def _together(skip: Skip, others: int) -> str:
+    name = skip.fqn or "(the model)"
+    return f"{name} and {others} other{'s' if others > 1 else ''}: {skip.reason}" if others else str(skip)
 
 
 class PassResult:

@@ -163,11 +163,17 @@ def test_a_model_that_does_not_run_is_told_before_any_pass(sam: Sam, pictures: l
 # Entries that may fail
 
 
-def test_an_entry_that_need_not_apply_is_skipped_with_the_reason(sam: Sam, pictures: list[Sample]) -> None:
-    steps: list[Pass | Step] = [Exact(), Step(Refuses("unsupported"), required=False), Rounding()]
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("unsupported", "this is the wrong planet; move to Mars"), ("alike", "it is a block (12 modules)")],
+)
+def test_an_entry_that_need_not_apply_is_skipped_with_the_reason(
+    sam: Sam, pictures: list[Sample], how: Any, reason: str
+) -> None:
+    steps: list[Pass | Step] = [Exact(), Step(Refuses(how), required=False), Rounding()]
     first, skipped, last = report(optimize(sam, steps, samples=pictures)).steps
     assert (first.status, skipped.status, last.status) == ("applied", "skipped", "applied")
-    assert skipped.reason == "this is the wrong planet; move to Mars"
+    assert skipped.reason == reason
     assert skipped.sites == ()
 
 

@@ -43,7 +43,7 @@ STEPS = (
         "dropped",
         "it cost [/too] much",
         (Site("c"),),
-        (Skip("d", "too [b]wide"),),
+        (Skip("d", "too [b]wide"), Skip("e", "too [b]wide")),
         0.1,
         MEASURED,
     ),
@@ -64,7 +64,7 @@ def test_text_holds_every_entry_figure_reason_and_note() -> None:
         "Toy, recipe mine [bold], on cpu",
         "Shy skipped: there is no [gpu] here",
         "Bad dropped: it cost [/too] much",
-        "Bad left out d: too [b]wide",
+        "Bad left out d and 1 other: too [b]wide",
         "something changed",
         "torch 2.0",
         "1.2e-02",  # embedding error
@@ -107,7 +107,7 @@ def test_the_dictionary_is_json_and_complete() -> None:
     assert first["sites"] == ["a (grid=(4, 4))", "b"]
     assert first["accuracy"]["masks"]["min_iou"] == 0.9876
     assert second["accuracy"] is None
-    assert third["skipped"] == ["d: too [b]wide"]
+    assert third["skipped"] == ["d: too [b]wide", "e: too [b]wide"]
 
 
 def test_untrained_weights_and_unmeasured_runs_show_no_masks() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from samopt import PassResult, SamoptError, Site, Skip
+from samopt.result import by_reason
 
 
 def test_sites_and_skips_read_well() -> None:
@@ -10,6 +11,13 @@ def test_sites_and_skips_read_well() -> None:
     assert str(Site("")) == "(the model)"
     assert str(Skip("encoder.attn", "it is too wide")) == "encoder.attn: it is too wide"
     assert str(Skip("", "no")) == "(the model): no"
+
+
+def test_each_reason_is_told_once() -> None:
+    wide, odd = "it is too wide", "it is odd"
+    skips = [Skip("a", wide), Skip("", odd), Skip("b", wide), Skip("c", wide), Skip("d", odd), Skip("e", "no")]
+    assert by_reason(skips) == ["a and 2 others: it is too wide", "(the model) and 1 other: it is odd", "e: no"]
+    assert by_reason([]) == []
 
 
 def test_undo_that_failed_may_be_tried_again() -> None:

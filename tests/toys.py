@@ -213,7 +213,7 @@ class Fails(Pass):
 class Refuses(Pass):
     """Refuses every model, politely."""
 
-    how: Literal["unsupported", "no_sites", "only_skips", "nothing"] = "unsupported"
+    how: Literal["unsupported", "no_sites", "one_skip", "alike", "only_skips", "nothing"] = "unsupported"
     phase: ClassVar[Phase] = Phase.FLOAT
     numerics: ClassVar[Numerics] = Numerics.EXACT
 
@@ -224,8 +224,10 @@ class Refuses(Pass):
             raise NoSites("there is nothing here")
 
     def match(self, model: nn.Module) -> Iterator[Site | Skip]:
-        if self.how == "only_skips":
+        if self.how in ("one_skip", "only_skips"):
             yield Skip("image_encoder", "it is too round")
+        if self.how in ("alike", "only_skips"):
+            yield from (Skip(f"image_encoder.blocks.{index}", "it is a block") for index in range(12))
 
     def rewrite(self, module: nn.Module, site: Site, stats: Any) -> nn.Module:
         raise AssertionError("nothing was matched")

@@ -132,7 +132,7 @@ def test_other_weights_than_float32_are_a_skip(held: torch.dtype) -> None:
     result = CastDtype()(clone(sam))
     assert [skip.fqn for skip in result.skipped] == ["mask_decoder"]
     sam.image_encoder.to(held)
-    with pytest.raises(NoSites, match=f"image_encoder: its weights are {held}, not float32"):
+    with pytest.raises(NoSites, match=f"rewrite: its weights are {held}, not float32 "):
         CastDtype()(sam)
 
 

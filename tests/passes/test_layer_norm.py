@@ -48,7 +48,7 @@ def test_on_a_cpu_it_refuses() -> None:
 
 def test_narrow_norms_are_skips() -> None:
     narrow, wide = random_sam(width=1024, depth=1, heads=16), random_sam(width=1280, depth=1, heads=16)
-    reason = "its rows of 1024 are fast as they are: TorchInductor keeps them in registers"
+    reason = "its rows of 1024 are fast as they are, TorchInductor keeps them in registers"
     assert reasons(narrow) == {"image_encoder.blocks.0": reason}
     assert list(TritonLayerNorm().match(wide)) == [Site("image_encoder.blocks.0")]
 
@@ -56,7 +56,7 @@ def test_narrow_norms_are_skips() -> None:
 @pytest.mark.usefixtures("kernels_anywhere")
 def test_norms_wider_than_the_kernel_takes_are_skips(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_norm, "WIDEST", 63)
-    with pytest.raises(NoSites, match=re.escape("image_encoder.blocks.0: its rows of 64 are wider than 63")):
+    with pytest.raises(NoSites, match=re.escape("rewrite: its rows of 64 are wider than 63 (2 modules)")):
         TritonLayerNorm()(random_sam())
 
 

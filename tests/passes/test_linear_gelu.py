@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from samopt import AlreadyApplied, NoSites, Site, Skip, Unsupported
 from samopt.passes import CastDtype, LinearGELU
+from samopt.passes.quantized_linear import QuantizedLinear
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, assert_rounding
 
@@ -96,6 +97,7 @@ class OtherMLP(nn.Module):
         ("lin1", nn.Linear(64, 256, bias=False).bfloat16(), "its lin1 has no bias"),
         ("lin1", nn.Linear(64, 256), "its weights are float32, and"),
         ("lin1", Scaled(64, 256).bfloat16(), "lin1: its forward is not the code of segment_anything's Linear.forward"),
+        ("lin1", QuantizedLinear(nn.Linear(64, 256).bfloat16(), torch.int8), "lin1: its weights are int8 already"),
     ],
 )
 def test_another_part_is_a_skip(part: str, value: nn.Module, reason: str) -> None:

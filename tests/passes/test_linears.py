@@ -8,8 +8,8 @@ import torch
 from segment_anything.modeling import Sam
 from torch import Tensor, nn
 
-from samopt import InvalidInput, Skip
-from samopt.passes import CastDtype, LinearGELU, SDPAttention
+from samopt import InvalidInput, Pass, Skip
+from samopt.passes import CastDtype, Float8Dynamic, Int8Dynamic, LinearGELU, SDPAttention
 from samopt.passes.linears import linears
 from samopt.rebind import rebind
 from tests.models import random_sam
@@ -85,6 +85,24 @@ def test_a_layer_that_computes_something_else_is_a_skip(sam: Sam) -> None:
     first, second = (item.reason if isinstance(item, Skip) else "" for item in found)
     assert "not the code of segment_anything's Linear.forward" in first
     assert "its forward was replaced on this module" in second
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation. PlainLayout:UserWarning")  # torchao 0.17, of its own code
+@pytest.mark.parametrize(
+    ("pass_", "reason"),
+    [
+        (Float8Dynamic(("qkv",)), "its weights are float8 already"),
+        (Int8Dynamic(("qkv",)), "its weights are int8 already"),
+        (Int8Dynamic(("qkv",), kernel="torchao"), "its weights are torchao's Int8Tensor already"),
+    ],
+    ids=["float8", "int8", "torchao"],
+)
+def test_a_quantised_layer_is_a_skip_that_says_so(sam: Sam, pass_: Pass, reason: str) -> None:
+    if getattr(pass_, "kernel", None) == "torchao":
+        pytest.importorskip("torchao")
+    pass_(sam)
+    assert list(linears(sam, ("qkv",))) == [Skip(name, reason) for name in in_blocks("attn.qkv")]
+    assert [found[0] for found in sites(sam, ("proj",))] == in_blocks("attn.proj")
 
 
 @pytest.mark.usefixtures("kernels_anywhere")

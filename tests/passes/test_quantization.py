@@ -36,6 +36,7 @@ from samopt.passes import (
     LinearGELU,
     LinearPatchEmbed,
     SDPAttention,
+    SemiSparse,
     TritonAttention,
     TritonLayerNorm,
     quantization,
@@ -140,7 +141,7 @@ def test_a_word_that_names_nothing_is_refused(name: str) -> None:
 
 def test_what_is_quantised_stays_as_it_is() -> None:
     ours = rewritten(random_sam(), Float8Dynamic())
-    with pytest.raises(NoSites, match="Int8Dynamic found nothing to rewrite"):
+    with pytest.raises(NoSites, match=r"^Int8Dynamic found .*: its weights are float8 already \(8 modules\)$"):
         Int8Dynamic()(ours)
     with pytest.raises(AlreadyApplied):
         Float8Dynamic()(ours)
@@ -263,6 +264,15 @@ def test_torchao_is_given_the_layers_asked_for_and_no_others(before: tuple[Pass,
     linears = {name: module for name, module in ours.named_modules() if isinstance(module, nn.Linear)}
     assert [name for name, module in linears.items() if isinstance(module.weight, torchao.Int8Tensor)] == asked
     assert relative_error(ours.image_encoder(pixels()), sam.image_encoder(pixels())) < ERROR["int8"]
+
+
+@pytest.mark.filterwarnings("ignore:Deprecation. PlainLayout:UserWarning")  # likewise
+@pytest.mark.parametrize("then", [Float8Dynamic(), SemiSparse()], ids=str)
+def test_what_torchao_quantised_stays_as_it_is(then: Pass) -> None:
+    pytest.importorskip("torchao", reason="needs torchao")
+    ours = rewritten(cast_sam(), Int8Dynamic(kernel="torchao"))
+    with pytest.raises(NoSites, match=r"its weights are torchao's Int8Tensor already \(8 modules\)"):
+        then(ours)
 
 
 # Bounds of what a layer gives

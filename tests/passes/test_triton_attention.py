@@ -10,7 +10,7 @@ from segment_anything.modeling import Sam
 from torch import Tensor, nn
 
 from samopt import AlreadyApplied, NoSites, Site, Skip, Unsupported
-from samopt.passes import CastDtype, TritonAttention
+from samopt.passes import CastDtype, Float8Dynamic, TritonAttention
 from samopt.passes.encoder_block import ATTEND, attend
 from tests.models import random_sam
 from tests.numerics import assert_rounding, relative_error
@@ -64,7 +64,7 @@ def test_sites_tell_grid_and_window() -> None:
 
 @pytest.mark.usefixtures("kernels_anywhere")
 def test_float32_is_told_to_cast_first() -> None:
-    with pytest.raises(NoSites, match=r"image_encoder\.blocks\.0: its weights are float32: apply CastDtype first"):
+    with pytest.raises(NoSites, match=r"rewrite: its weights are float32: apply CastDtype first \(2 modules\)"):
         TritonAttention()(random_sam())
 
 
@@ -99,6 +99,12 @@ def test_an_encoder_that_does_not_say_its_size_is_a_skip() -> None:
     assert reasons(sam) == {}, "img_size is enough"
     del sam.image_encoder.img_size
     assert set(reasons(sam).values()) == {"the encoder does not say its image size"}
+
+
+def test_a_quantised_projection_is_a_skip_that_says_so() -> None:
+    sam = cast_sam()
+    Float8Dynamic(("qkv",))(sam)
+    assert set(reasons(sam).values()) == {"qkv: its weights are float8 already"}
 
 
 class LoRA(nn.Module):
