@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from samopt.crops import Box, crop_boxes, unit_grid
 from samopt.encoding import encode
 from samopt.errors import InvalidInput
+from samopt.images import as_rgb
 from samopt.mask_search import Search, Thresholds, View, to_host
 from samopt.masks import area_of, changes_of, coco_rle, drop_islands, fill_holes, mask_of, run_lengths
 from samopt.memory import images_at_once, memory_budget
@@ -183,8 +184,7 @@ class AutomaticMaskGenerator:
     def _searches(self, views: list[View], samples: list[Sample], transform: Any) -> Iterator[Search]:
         """Encodes the views, as many at once as memory allows or as is asked."""
         together = self.views_per_batch or images_at_once(self.model, memory_budget(self.model.device))
-        ordered = (np.ascontiguousarray(self._in_the_models_order(view.pixels)) for view in views)
-        pictures = map(torch.from_numpy, ordered)
+        pictures = (as_rgb(self._in_the_models_order(view.pixels)) for view in views)
         encoded = encode(self.model, pictures, together, fill=self.views_per_batch is not None)
         for view, (features, seen) in zip(views, encoded, strict=True):
             yield Search(

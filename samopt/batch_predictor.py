@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from samopt.base import APPLIED
 from samopt.encoding import encode
 from samopt.errors import InvalidInput
-from samopt.images import as_rgb
+from samopt.images import as_rgb, writable
 from samopt.memory import images_at_once, masks_at_once, memory_budget, prompts_at_once
 from samopt.structure import check_sam
 
@@ -239,7 +239,7 @@ class BatchPredictor:
         device = self.model.device
 
         def tensor(value: Any, dtype: torch.dtype = torch.float32) -> Tensor | None:
-            return None if value is None else torch.as_tensor(value, device=device).to(dtype)
+            return None if value is None else torch.as_tensor(writable(value), device=device).to(dtype)
 
         points, labels = tensor(prompts.points), tensor(prompts.labels, torch.int)
         boxes, masks = tensor(prompts.boxes), tensor(prompts.masks)

@@ -36,8 +36,8 @@ def as_rgb(image: Any, name: str = "image") -> Tensor:
     if hasattr(image, "convert"):  # a PIL image
         return torch.from_numpy(read_pil(image, name))
     if isinstance(image, np.ndarray) and image.dtype == np.uint8:
-        image = np.ascontiguousarray(image)  # torch knows no negative strides, such as those of image[..., ::-1]
-        pixels = torch.from_numpy(image if image.flags.writeable else image.copy())
+        # torch knows no negative strides, such as those of image[..., ::-1]
+        pixels = torch.from_numpy(writable(np.ascontiguousarray(image)))
     elif isinstance(image, Tensor) and image.dtype == torch.uint8:
         pixels = image.permute(1, 2, 0) if image.ndim == 3 and len(image) == 3 and image.shape[2] != 3 else image
     else:
@@ -49,6 +49,14 @@ def as_rgb(image: Any, name: str = "image") -> Tensor:
     if 0 in pixels.shape:
         raise InvalidInput(f"{name}: the image is empty, {list(image.shape)}")
     return pixels[..., :3]
+
+
+def writable(value: Any) -> Any:
+    """A copy of an array that must not be written to, of which PyTorch warns; anything else as it is.
+
+    `np.asarray` of a PIL image gives such an array.
+    """
+    return value.copy() if isinstance(value, np.ndarray) and not value.flags.writeable else value
 
 
 def read_file(path: str | Path) -> NDArray[np.uint8]:

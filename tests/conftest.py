@@ -73,6 +73,15 @@ def optimised(tiny256: Sam) -> Callable[[str], Sam]:
 
 
 @pytest.fixture
+def every_warning() -> Iterator[None]:
+    """PyTorch warns each time, also of what it warns of once in a process: an earlier test may have had that."""
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(before)
+
+
+@pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Compiled code, counts of it and the limits that `Compile` raises do not outlast a test."""
     torch._dynamo.reset()

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from samopt.verify import relative_error as relative_error_of
+
+S = TypeVar("S", bound=np.generic)
+
+
+def read_only(array: NDArray[S]) -> NDArray[S]:
+    """A copy that must not be written to, as `np.asarray` makes of a PIL image: PyTorch warns of such."""
+    array = array.copy()
+    array.flags.writeable = False
+    return array
 
 
 @torch.no_grad()

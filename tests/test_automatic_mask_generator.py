@@ -25,6 +25,7 @@ from samopt.masks import mask_of
 from samopt.passes import CastDtype, SDPAttention
 from samopt.room import Room
 from samopt.samples import scene_samples
+from tests.numerics import read_only
 
 Image = NDArray[np.uint8]
 Records = list[dict[str, Any]]
@@ -282,6 +283,17 @@ def test_a_model_that_takes_bgr_gets_it(tiny256: Sam, scenes: list[Image]) -> No
     ours = AutomaticMaskGenerator(model, **arguments).generate(scenes[0])
     assert ours
     assert_same(ours, SamAutomaticMaskGenerator(model, **arguments).generate(scenes[0]))
+
+
+@pytest.mark.usefixtures("every_warning")
+@pytest.mark.parametrize("image_format", ["RGB", "BGR"])
+def test_an_image_that_must_not_be_written_to(tiny256: Sam, scenes: list[Image], image_format: str) -> None:
+    model = copy.copy(tiny256)
+    model.image_format = image_format
+    generator = AutomaticMaskGenerator(model, **{**FEW, "points_per_side": 3, "crop_n_layers": 1})
+    expected = generator.generate(scenes[0])
+    assert expected
+    assert_same(generator.generate(read_only(scenes[0])), expected)
 
 
 def test_threads_may_share_a_generator(tiny256: Sam, scenes: list[Image]) -> None:

@@ -21,7 +21,7 @@ from samopt.passes import FusedMaskDecoder
 from samopt.tiny import draw_scene
 from tests.answers import RECIPES
 from tests.models import random_sam
-from tests.numerics import relative_error
+from tests.numerics import read_only, relative_error
 
 SIZES = [(150, 200), (128, 128), (37, 200), (1, 1)]
 FORMS = ("point", "points", "box", "box and points", "mask", "mask and points")
@@ -187,6 +187,19 @@ def test_embeddings_can_be_kept_and_put_back(tiny256: Sam, pictures: list[Any]) 
         assert torch.equal(mine.masks, theirs.masks)
     with pytest.raises(InvalidInput, match=r"embedding 0 is \[256, 16, 16\], and this model's are \[64, 4, 4\]"):
         BatchPredictor(random_sam()).set_embeddings(predictor.embeddings)
+
+
+@pytest.mark.usefixtures("every_warning")
+@pytest.mark.parametrize("form", ["box and points", "mask and points"])
+def test_arrays_that_must_not_be_written_to(tiny256: Sam, pictures: list[Any], form: str) -> None:
+    asked = prompts_of(form, 2, 0)
+    given = {name: value for name, value in vars(asked).items() if value is not None}
+    predictor, other = BatchPredictor(tiny256), BatchPredictor(tiny256)
+    predictor.set_images(pictures[:1])
+    other.set_images([read_only(pictures[0])])
+    (expected,) = predictor.predict([asked])
+    (found,) = other.predict([Prompts(**{name: read_only(value) for name, value in given.items()})])
+    assert torch.equal(found.masks, expected.masks)
 
 
 def test_threads_share_a_predictor(tiny256: Sam, pictures: list[Any]) -> None:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from samopt import InvalidInput
 from samopt.images import as_rgb
+from tests.numerics import read_only
 
 PICTURE: NDArray[np.uint8] = np.random.default_rng(0).integers(0, 256, (5, 7, 3), dtype=np.uint8)
 TENSOR = torch.from_numpy(PICTURE)
@@ -21,12 +22,7 @@ GREY = PICTURE[..., 0]
 TURNED = 6  # EXIF: rotate clockwise to see it upright
 
 
-def read_only(array: NDArray[Any]) -> NDArray[Any]:
-    array = array.copy()
-    array.flags.writeable = False
-    return array
-
-
+@pytest.mark.usefixtures("every_warning")
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -37,6 +33,8 @@ def read_only(array: NDArray[Any]) -> NDArray[Any]:
         lambda _: PICTURE,
         lambda _: PICTURE[..., ::-1].copy()[..., ::-1],  # BGR turned to RGB: a negative stride
         lambda _: read_only(PICTURE),
+        lambda _: read_only(PICTURE[..., ::-1])[..., ::-1],
+        lambda _: np.asarray(Image.fromarray(PICTURE)),
         lambda _: np.dstack([PICTURE, GREY]),
         lambda _: TENSOR,
         lambda _: TENSOR.permute(2, 0, 1),
@@ -48,6 +46,13 @@ def test_every_form_of_one_picture(tmp_path: Path, wrap: Callable[[Path], Any]) 
     pixels = as_rgb(wrap(tmp_path / "picture.png"))
     assert pixels.dtype == torch.uint8
     assert torch.equal(pixels, TENSOR)
+
+
+def test_only_an_array_that_must_not_be_written_to_is_copied() -> None:
+    assert as_rgb(PICTURE).data_ptr() == PICTURE.ctypes.data
+    fixed = read_only(PICTURE)
+    as_rgb(fixed).zero_()
+    assert np.array_equal(fixed, PICTURE)
 
 
 @pytest.mark.parametrize("grey", [GREY, torch.from_numpy(GREY), Image.fromarray(GREY)])

@@ -12,7 +12,9 @@ from segment_anything.modeling import Sam
 
 from samopt import InvalidInput, Reference, Sample
 from samopt.observe import Outputs, observe
+from samopt.passes import DevicePreprocess
 from samopt.prompts import PromptBatch
+from tests.numerics import read_only
 from tests.snapshot import Snapshot
 
 
@@ -44,6 +46,16 @@ def test_answers_are_what_sam_predictor_answers(
             assert answer.choice.tolist() == iou.argmax(dim=1).tolist()
             chosen = np.unpackbits(answer.chosen(answer.choice), axis=-1, count=width)
             assert np.array_equal(chosen, masks[torch.arange(len(iou)), iou.argmax(dim=1)].numpy())
+
+
+@pytest.mark.usefixtures("every_warning")
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_picture_that_must_not_be_written_to(sam: Sam, pictures: Sequence[Sample], on_device: bool) -> None:
+    if on_device:
+        DevicePreprocess()(sam)
+    fixed = [Sample(read_only(picture.image)) for picture in pictures]
+    ours, theirs = (observe(sam, samples, lambda predictor, index: []) for samples in (fixed, pictures))
+    assert ours.equals(theirs)
 
 
 def test_many_prompts_are_answered_in_pieces(
