@@ -6,7 +6,7 @@ size that holds it. SAM's encoder never mixes images, so the features of the cal
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -48,15 +48,16 @@ def encode(batches: Batches, encoder: nn.Module, call: Callable[[Tensor], Tensor
     parts = batches.parts(encoder)
     if x.dim() != 4 or len(x) == 0 or parts.hooked():
         return call(x)
-    features = [_encode_piece(batches, encoder, parts, call, piece) for piece in x.split(batches.sizes[-1])]
+    pieces = zip(x.split(batches.sizes[-1]), run_as(len(x), batches.sizes), strict=True)
+    features = [_encode_piece(batches, encoder, parts, call, piece, size) for piece, size in pieces]
     return features[0] if len(features) == 1 else torch.cat(features)
 
 
 def _encode_piece(
-    batches: Batches, encoder: nn.Module, parts: Parts, call: Callable[[Tensor], Tensor], piece: Tensor
+    batches: Batches, encoder: nn.Module, parts: Parts, call: Callable[[Tensor], Tensor], piece: Tensor, size: int
 ) -> Tensor:
     count = len(piece)
-    pixels = fill_up(piece, next(size for size in batches.sizes if size >= count))
+    pixels = fill_up(piece, size)
     if batches.graphs is not None and batches.graphs.may_stand_for([pixels], parts):
         inside = dtype_inside(encoder) if pixels.is_floating_point() else None
         dtypes = [inside or pixels.dtype]
@@ -64,6 +65,12 @@ def _encode_piece(
         return features
     features = call(pixels)
     return features if len(pixels) == count else features[:count].clone()  # a view would keep the filling's memory
+
+
+def run_as(count: int, sizes: Sequence[int]) -> list[int]:
+    """The batch sizes, of those in `sizes`, rising, at which `count` images run one after the other."""
+    whole, rest = divmod(count, sizes[-1])
+    return [sizes[-1]] * whole + [next(size for size in sizes if size >= rest)] * (rest > 0)
 
 
 def fill_up(piece: Tensor, size: int) -> Tensor:

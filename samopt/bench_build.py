@@ -15,10 +15,12 @@ from torch import Tensor
 from samopt.base import Pass, Phase
 from samopt.errors import SamoptError
 from samopt.optimize import optimize
-from samopt.passes import CastDtype, TritonLayerNorm
+from samopt.passes import CastDtype, Compile, TritonLayerNorm
+from samopt.passes.batches import run_as
 from samopt.peers import Build
-from samopt.recipe import Recipe
+from samopt.recipe import Recipe, pass_name
 from samopt.report import report
+from samopt.result import by_reason
 from samopt.timing import Encoder
 
 if TYPE_CHECKING:
@@ -80,22 +82,24 @@ def optimised(recipe: Recipe, batch_size: int, samples: Any = None, adds: Sequen
     def build(sam: Sam, device: torch.device) -> Iterator[Encoder]:
         model = copy.deepcopy(sam).to(device)
         model = optimize(model, recipe, samples=samples, inplace=True, verify="off", batch_size=batch_size)
-        without, applied, quantized, added = [], [], False, not adds
+        without, filled, applied, quantized, added = [], [], [], False, not adds
         for step, given in zip(report(model).steps, recipe.steps, strict=True):
+            name = pass_name(given.pass_)
             if step.status == "applied":
                 if step.skipped:  # it stood verification: without a part of it the row is not what it says
-                    raise SamoptError(f"{step.name} left out {step.skipped[0]}")
+                    raise SamoptError(f"{name} left out {'; '.join(by_reason(step.skipped))}")
                 applied.append(step.name)
+                filled += _filled_up(given.pass_, batch_size)
                 added |= type(given.pass_) in adds
                 quantized |= step.phase is Phase.QUANTIZE
             elif step.status == "undone" or _may_find_nothing(given.pass_, quantized):
-                without.append(f"without {step.name}, {step.reason}")
+                without.append(f"without {name}: {step.reason}")
             else:
-                raise SamoptError(f"{step.name} {step.status}: {step.reason}")
+                raise SamoptError(f"{name} {step.status}: {step.reason}")
         if not added:
             raise NothingAdded("; ".join(without))
         free()  # what was compiled to judge passes is no saving of the row's first call
-        yield Candidate(model, tuple(applied), "; ".join(without))
+        yield Candidate(model, tuple(applied), "; ".join([*without, *filled]))
 
     return build
 
@@ -103,6 +107,15 @@ def optimised(recipe: Recipe, batch_size: int, samples: Any = None, adds: Sequen
 def _may_find_nothing(pass_: Pass, quantized: bool) -> bool:
     """Whether a pass may find nothing to do: norms may be narrow, and then are fast; layers are quantised once."""
     return isinstance(pass_, TritonLayerNorm) or (quantized and pass_.phase is Phase.QUANTIZE)
+
+
+def _filled_up(pass_: Pass, batch_size: int) -> list[str]:
+    """What there is to say of a batch that a pass fills up: time that the row's images are charged for."""
+    if not isinstance(pass_, Compile) or sum(sizes := run_as(batch_size, pass_.batch_sizes)) == batch_size:
+        return []
+    images = "1 image runs" if batch_size == 1 else f"{batch_size} images run"
+    known = ", ".join(map(str, pass_.batch_sizes))
+    return [f"{images} as {' + '.join(map(str, sizes))}: compiled batch sizes are {known}"]
 
 
 def free() -> None:

@@ -18,7 +18,7 @@ from samopt.errors import InvalidInput, SavedModelError, first_line
 from samopt.export import DECODER, ENCODER, MOST_PROMPTS, MOST_TOKENS, SHARED_DECODER
 from samopt.load import Saved
 from samopt.optimize import apply_but_keep_dtype, as_optimised
-from samopt.passes.batches import fill_up
+from samopt.passes.batches import fill_up, run_as
 from samopt.passes.mask_decoder import shared
 from samopt.rebind import rebind, wrap
 from samopt.rebuild import fill, without_weights
@@ -120,12 +120,12 @@ class ExportedEncoder(nn.Module):
             raise InvalidInput(
                 f"the exported image encoder takes [B, 3, {self.img_size}, {self.img_size}], not {list(x.shape)}"
             )
-        largest = max(self.packages)
-        features = [self._piece(piece.float()) for piece in x.split(largest)]
+        sizes = sorted(self.packages)
+        pieces = zip(x.split(sizes[-1]), run_as(len(x), sizes), strict=True)
+        features = [self._piece(piece.float(), size) for piece, size in pieces]
         return features[0] if len(features) == 1 else torch.cat(features)
 
-    def _piece(self, piece: Tensor) -> Tensor:
-        size = min(size for size in self.packages if size >= len(piece))
+    def _piece(self, piece: Tensor, size: int) -> Tensor:
         package = self.packages[size]
         _check_device(package, piece)
         features: Tensor = package(fill_up(piece, size))

@@ -115,7 +115,7 @@ def test_what_quantises_is_verified_each_alone_and_takes_the_others_place(
     assert found.steps == tuple(steps)
     *_, row = bench.rows(side_by_side([found], [1], CPU))
     assert row.note == ""
-    assert row.remark.startswith("without Int8Dynamic")
+    assert row.remark == "without int8: its weights are float8 already (2 modules)"
     assert row.error is not None
     assert row.error > 1e-3
 

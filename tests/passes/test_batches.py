@@ -13,7 +13,7 @@ from segment_anything.modeling import ImageEncoderViT
 from torch import Tensor, nn
 
 from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention
-from samopt.passes.batches import Batches, encode, fill_up
+from samopt.passes.batches import Batches, encode, fill_up, run_as
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, relative_error
 from tests.stand_in import StandIn
@@ -96,6 +96,13 @@ def test_pieces_are_of_the_largest_size_and_the_rest_is_filled_with_zeros() -> N
     seen.clear()
     assert len(encode(Batches((2, 6)), nn.Identity(), call, images[:7])) == 7
     assert [len(pixels) for pixels in seen] == [6, 2]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(1, [2]), (2, [2]), (3, [6]), (6, [6]), (7, [6, 2]), (12, [6, 6]), (15, [6, 6, 6])]
+)
+def test_the_sizes_that_images_run_as(count: int, expected: list[int]) -> None:
+    assert run_as(count, (2, 6)) == expected
 
 
 def test_a_full_piece_is_not_copied() -> None:
