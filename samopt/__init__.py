@@ -33,6 +33,7 @@ from samopt.result import PassResult, Site, Skip
 from samopt.samples import Sample
 from samopt.save import save
 from samopt.verify import Agreement, Reference, verify
+from samopt.warm_up import warm_up
 
 __all__ = [
     "AccuracyError",
@@ -76,4 +77,5 @@ __all__ = [
     "save",
     "segment",
     "verify",
+    "warm_up",
 ]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["h", "H", "W"])  # pictures of all sizes are served by one compilation
 def upscale(
     logits,  # [N, h, w]
     rows,  # [H, 4]: the first of the three lines, and their weights
@@ -62,7 +62,7 @@ def upscale(
         first, second = second, third
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["h", "W"])
 def measure(
     logits,  # [N, h, w]
     rows,  # [H, 4]
