@@ -56,7 +56,9 @@ def load_exported(folder: str | Path, *, verify: bool = False, passes: Mapping[s
     sizes = saved.manifest["batch_sizes"]
     packages = {size: Package(saved, ENCODER.format(size)) for size in sizes}
     model.image_encoder = ExportedEncoder(model.image_encoder.img_size, packages)
-    fill(model, saved.tensors(saved.read(WEIGHTS)), complete=True)
+    with saved.checked(WEIGHTS) as weights:
+        tensors = saved.tensors(weights)
+    fill(model, tensors, complete=True)
     packaged = functools.partial(predict_masks, Package(saved, DECODER), Package(saved, SHARED_DECODER))
     wrap(model.mask_decoder, "predict_masks", packaged)
     report = dataclasses.replace(saved.report, steps=tuple(map(_ahead_of_time, saved.report.steps)))
@@ -81,8 +83,8 @@ class Package:
     """
 
     def __init__(self, saved: Saved, name: str) -> None:
-        saved.read(name)  # or raises where it was changed
-        path = saved.folder / saved.manifest["files"][name]["name"]
+        with saved.checked(name) as path:
+            pass  # it is code, of which nothing runs before its checksum is known
         index = saved.device.index if saved.device.index is not None else -1
         try:
             self._run = torch._inductor.aoti_load_package(str(path), device_index=index)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -21,7 +21,7 @@ from samopt.rebuild import compile_again, fill, for_this_device, without_weights
 from samopt.recipe import Recipe
 from samopt.report import Report
 from samopt.save import ANSWERS, CACHE, WEIGHTS, converter, known_passes
-from samopt.saved_folder import read_file, read_manifest
+from samopt.saved_folder import checked, read_file, read_manifest
 
 if TYPE_CHECKING:
     from segment_anything.modeling import Sam
@@ -69,10 +69,9 @@ def load(
     """
     saved = Saved(Path(folder), "model", device, passes)
     recipe, report = saved.recipe, saved.report
-    with ThreadPoolExecutor(1) as thread:  # reading, and checking, waits for the disk
-        content = thread.submit(saved.read, WEIGHTS)
+    with saved.checked(WEIGHTS) as weights:
         model: Any = without_weights(saved.geometry, recipe, report.steps)
-        tensors = saved.tensors(content.result())
+        tensors = saved.tensors(weights)
     fill(model, tensors, complete=True)
     made_on = saved.made.get("gpu", saved.made["device"])
     steps = for_this_device(model, recipe, report.steps, made_on)
@@ -124,20 +123,21 @@ class Saved:
         self.geometry = _structured(folder, self.manifest["geometry"], Geometry)
         self.report = _structured(folder, self.manifest["report"], Report)
 
-    def read(self, name: str) -> bytes:
-        """The content of one of its files, checked."""
-        return read_file(self.folder, self.manifest["files"][name])
+    def checked(self, name: str) -> AbstractContextManager[Path]:
+        """Where one of its files is, while its checksum is computed: see `saved_folder.checked`."""
+        return checked(self.folder, self.manifest["files"][name])
 
-    def tensors(self, content: bytes, device: torch.device | None = None) -> dict[str, torch.Tensor]:
-        """The tensors in a file's content, on a device, without another where they are loaded to."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load as read
+    def tensors(self, path: Path, device: torch.device | None = None) -> dict[str, torch.Tensor]:
+        """The tensors in a file, in memory of their own, on a device: without another where they are loaded to."""
+        from safetensors import SafetensorError, safe_open
 
         try:
-            tensors = read(content)
+            # On a CPU these tensors are a mapping of the file, whose content changes with it.
+            with safe_open(path, framework="pt", device="cpu") as file:
+                names = file.keys()
+                return {name: file.get_tensor(name).to(device or self.device, copy=True) for name in names}
         except (SafetensorError, ValueError) as error:
             raise SavedModelError(f"{self.folder}: what it holds is not in the safetensors format: {error}") from error
-        return {name: tensor.to(device or self.device) for name, tensor in tensors.items()}
 
     def notes(self) -> Iterator[str]:
         """What to say of another machine."""
@@ -146,7 +146,8 @@ class Saved:
 
     def verified(self, model: nn.Module, report: Report) -> Report:
         """The report with what became of the answers; AccuracyError where they are others."""
-        answers = self.tensors(self.read(ANSWERS), torch.device("cpu"))
+        with self.checked(ANSWERS) as path:
+            answers = self.tensors(path, torch.device("cpu"))
         return dataclasses.replace(report, notes=(*report.notes, check(model, answers, self.recipe.accuracy, report)))
 
 
@@ -184,5 +185,5 @@ def _use_cache(saved: Saved, wanted: bool) -> str:
     """Uses the compiled code in a folder, or does not; says which, and why."""
     if not wanted:
         return "compiled code in the folder not used: load(..., compile_cache=True), if you trust whoever made it"
-    reason = differences(saved.made, saved.here) or use(saved.read(CACHE))
+    reason = differences(saved.made, saved.here) or use(read_file(saved.folder, saved.manifest["files"][CACHE]))
     return f"compiled code in the folder ignored: {reason}" if reason else "compiled code in the folder used"

@@ -13,7 +13,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +120,38 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def read_file(folder: Path, entry: Mapping[str, Any]) -> bytes:
-    """The content of one of a manifest's files: that which was written, or an error.
+@contextmanager
+def checked(folder: Path, entry: Mapping[str, Any]) -> Iterator[Path]:
+    """Where one of a manifest's files is, while a thread computes its checksum; leaving waits for that.
+
+    What is read from it inside may be used only after leaving, as it may be anything: where the checksum is another,
+    leaving raises that, whatever the content led to.
 
     Raises:
-        SavedModelError: the file is missing, truncated or changed.
+        SavedModelError: the file is missing or truncated, or, on leaving, changed.
     """
     path = folder / entry["name"]
     if not OURS.fullmatch(entry["name"]):
         raise SavedModelError(f"{folder}: its manifest names {entry['name']!r}, which samopt.save does not write")
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file, ThreadPoolExecutor(1) as thread:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["bytes"]:
+                raise SavedModelError(f"{path}: {size} bytes of {entry['bytes']}: truncated, or another file")
+            digest = thread.submit(hashlib.file_digest, file, "sha256")
+            try:
+                yield path
+            finally:
+                if digest.result().hexdigest() != entry["sha256"]:
+                    raise SavedModelError(f"{path}: changed or damaged since it was saved: its checksum is another")
     except OSError as error:
-        raise SavedModelError(f"{path}: cannot be read ({error.strerror}); save the model again") from error
-    if len(content) != entry["bytes"]:
-        raise SavedModelError(f"{path}: {len(content)} bytes of {entry['bytes']}: truncated, or another file")
-    if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-        raise SavedModelError(f"{path}: changed or damaged since it was saved: its checksum is another")
-    return content
+        raise SavedModelError(f"{path}: cannot be read ({error.strerror or error}); save the model again") from error
+
+
+def read_file(folder: Path, entry: Mapping[str, Any]) -> bytes:
+    """The content of one of a manifest's files, checked; for what is raised, see `checked`."""
+    with checked(folder, entry) as path:
+        return path.read_bytes()
 
 
 def _write(folder: Path, name: str, writer: Writer) -> dict[str, Any]:

@@ -122,10 +122,10 @@ def test_weights_that_cannot_be_computed_with_here(tmp_path: Path, sam: Sam, mon
 def test_the_report_says_what_is_another_machine(tmp_path: Path, sam: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
     save(optimize(sam, [LinearPatchEmbed()], verify="off"), tmp_path / "model")
     assert samopt.report(samopt.load(tmp_path / "model")).notes == ()
-    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch, "__version__", "9.9.0")
     (note,) = samopt.report(samopt.load(tmp_path / "model")).notes
     assert note.startswith("saved elsewhere, and its figures are of there: torch 2.")
-    assert note.endswith(" there and 9.9 here")
+    assert note.endswith(" there and 9.9.0 here")
 
 
 def test_where_there_is_no_compiler(tmp_path: Path, sam: Sam, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +164,38 @@ def test_a_changed_file(tmp_path: Path, sam: Sam) -> None:
     weights.write_bytes(content[:-4])
     with pytest.raises(SavedModelError, match="truncated"):
         samopt.load(tmp_path / "model")
+    content[8:9] = b"?"  # of the header, which then is no safetensors header
+    weights.write_bytes(content)
+    with pytest.raises(SavedModelError, match="its checksum is another"):
+        samopt.load(tmp_path / "model")
+    weights.unlink()
+    with pytest.raises(SavedModelError, match=r"cannot be read .No such file"):
+        samopt.load(tmp_path / "model")
+
+
+def test_weights_in_another_format(tmp_path: Path, sam: Sam) -> None:
+    save(optimize(sam, [LinearPatchEmbed()], verify="off"), tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("weights-*")
+    weights.write_bytes(b"pickle")
+    manifest = read_manifest(tmp_path / "model")
+    manifest["files"]["weights.safetensors"] |= {"bytes": 6, "sha256": hashlib.sha256(b"pickle").hexdigest()}
+    manifest["checksum"] = saved_folder._checksum(manifest)
+    (tmp_path / "model" / saved_folder.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(SavedModelError, match="what it holds is not in the safetensors format"):
+        samopt.load(tmp_path / "model")
+
+
+def test_a_file_that_changes_later(tmp_path: Path, sam: Sam) -> None:
+    save(optimize(sam, [LinearPatchEmbed()], verify="off"), tmp_path / "model")
+    loaded = samopt.load(tmp_path / "model")
+    before = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    (weights,) = (tmp_path / "model").glob("weights-*")
+    size = weights.stat().st_size
+    with weights.open("r+b") as file:
+        file.write(bytes(size))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in loaded.state_dict().items())
+    if Path("/proc/self/maps").exists():
+        assert str(weights) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_manifest_of_other_content(tmp_path: Path, sam: Sam) -> None:

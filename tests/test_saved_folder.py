@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from samopt import SavedModelError
-from samopt.saved_folder import FORMAT, MANIFEST, _checksum, read_file, read_manifest, write_folder
+from samopt.saved_folder import FORMAT, MANIFEST, _checksum, checked, read_file, read_manifest, write_folder
 
 
 def write(folder: Path, content: str, size: int = 1) -> None:
@@ -167,6 +169,39 @@ def test_damage_is_found(tmp_path: Path) -> None:
     text.unlink()
     with pytest.raises(SavedModelError, match=r"cannot be read .No such file"):
         read(folder)
+
+
+def test_the_checksum_is_computed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "model", "one")
+    entry = read_manifest(tmp_path / "model")["files"]["text.bin"]
+    digest, inside, done = hashlib.file_digest, threading.Event(), []
+
+    def waiting(file: Any, name: str) -> Any:
+        assert inside.wait(20), "the content is not waited for"
+        done.append(name)
+        return digest(file, name)
+
+    monkeypatch.setattr(hashlib, "file_digest", waiting)
+    with checked(tmp_path / "model", entry) as path:
+        assert path.read_text() == "one"
+        assert done == []
+        inside.set()
+    assert done == ["sha256"], "leaving waits for it"
+
+
+def test_damage_explains_whatever_it_led_to(tmp_path: Path) -> None:
+    write(tmp_path / "model", "one")
+    entry = read_manifest(tmp_path / "model")["files"]["text.bin"]
+    with pytest.raises(ZeroDivisionError), checked(tmp_path / "model", entry):
+        raise ZeroDivisionError
+    with (
+        pytest.raises(SavedModelError, match=r"cannot be read .No such file"),
+        checked(tmp_path / "model", entry) as path,
+    ):
+        path.with_name("none").read_bytes()
+    path.write_text("One")
+    with pytest.raises(SavedModelError, match="its checksum is another"), checked(tmp_path / "model", entry):
+        raise ZeroDivisionError
 
 
 def test_a_manifest_of_another_kind(tmp_path: Path) -> None:
