@@ -16,11 +16,12 @@ from samopt.base import Pass
 from samopt.compile_cache import differences, machine, use
 from samopt.errors import InvalidInput, SavedModelError, first_line
 from samopt.geometry import Geometry
+from samopt.kernel_cache import restore
 from samopt.optimize import as_optimised
 from samopt.rebuild import compile_again, fill, for_this_device, without_weights
 from samopt.recipe import Recipe
 from samopt.report import Report
-from samopt.save import ANSWERS, CACHE, WEIGHTS, converter, known_passes
+from samopt.save import ANSWERS, CACHE, KERNELS, WEIGHTS, converter, known_passes
 from samopt.saved_folder import checked, read_file, read_manifest
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def load(
     del tensors
     _offer_kernels(saved.manifest["kernels"])
     notes = list(saved.notes())
-    if CACHE in saved.manifest["files"]:
+    if not saved.manifest["files"].keys().isdisjoint({CACHE, KERNELS}):
         notes.append(_use_cache(saved, compile_cache))
     steps = compile_again(model, recipe, steps)
     report = dataclasses.replace(report, steps=steps, notes=tuple(notes))
@@ -153,8 +154,7 @@ class Saved:
 
 def _device(device: str | torch.device | None, made: dict[str, Any]) -> torch.device:
     try:
-        target = torch.device(made["device"] if device is None else device)
-        torch.empty(0, device=target)
+        target = torch.empty(0, device=made["device"] if device is None else device).device  # with its index
     except (RuntimeError, AssertionError) as error:
         saved = f"the model was saved from {made.get('gpu', made['device'])}; " if device is None else ""
         raise InvalidInput(
@@ -185,5 +185,15 @@ def _use_cache(saved: Saved, wanted: bool) -> str:
     """Uses the compiled code in a folder, or does not; says which, and why."""
     if not wanted:
         return "compiled code in the folder not used: load(..., compile_cache=True), if you trust whoever made it"
-    reason = differences(saved.made, saved.here) or use(read_file(saved.folder, saved.manifest["files"][CACHE]))
-    return f"compiled code in the folder ignored: {reason}" if reason else "compiled code in the folder used"
+    if reason := differences(saved.made, saved.here):
+        return f"compiled code in the folder ignored: {reason}"
+    files, reasons = saved.manifest["files"], []
+    if CACHE in files:
+        reasons.append(use(read_file(saved.folder, files[CACHE])))
+    if KERNELS in files:
+        with saved.checked(KERNELS) as path:
+            kernels = saved.tensors(path, torch.device("cpu"))
+        reasons.append(restore(kernels, saved.device))
+    if not (found := "; ".join(filter(None, reasons))):
+        return "compiled code in the folder used"
+    return f"compiled code in the folder {'used in part' if None in reasons else 'ignored'}: {found}"

@@ -15,13 +15,15 @@ from samopt.base import Pass
 from samopt.compile_cache import artifacts, machine
 from samopt.errors import SavedModelError
 from samopt.geometry import Geometry
+from samopt.kernel_cache import compiled
 from samopt.rebuild import tensors_of
 from samopt.recipe import ATTRIBUTE as RECIPE
 from samopt.recipe import Recipe
 from samopt.report import report
 from samopt.saved_folder import Writer, check_target, write_folder
 
-WEIGHTS, ANSWERS, CACHE = "weights.safetensors", "answers.safetensors", "compile_cache.bin"
+WEIGHTS, ANSWERS = "weights.safetensors", "answers.safetensors"
+CACHE, KERNELS = "compile_cache.bin", "triton_kernels.safetensors"
 
 
 def save(model: nn.Module, folder: str | Path, *, passes: Mapping[str, type[Pass]] | None = None) -> None:
@@ -30,8 +32,8 @@ def save(model: nn.Module, folder: str | Path, *, passes: Mapping[str, type[Pass
     The folder holds its weights (safetensors; 2:4 sparse ones packed), the recipe and what became of its entries, the
     sizes that the unmodified model is built from, what it answers on a drawn scene, for which it is run once, versions,
     and checksums. Nothing in it is pickled by samopt; where this process has compiled, it also holds PyTorch's
-    artifacts of that, which `load` uses only where it is told to. So run the model once at each batch size that you
-    will use, then save it. Hooks are not saved.
+    artifacts of that, and the compiled Triton kernels of samopt's operators, which `load` uses only where it is told
+    to. So run the model once at each batch size that you will use, then save it. Hooks are not saved.
 
     Args:
         model: compiled or not, on any device.
@@ -54,6 +56,8 @@ def save(model: nn.Module, folder: str | Path, *, passes: Mapping[str, type[Pass
     }
     if (cache := artifacts(model)) is not None:
         files[CACHE] = functools.partial(_write_bytes, cache)
+    if kernels := compiled(next(model.parameters()).device):
+        files[KERNELS] = functools.partial(write_tensors, kernels)
     from samopt.passes.kernels.tuning import found_here
 
     write_folder(folder, {"kind": "model", **manifest, "kernels": found_here()}, files)

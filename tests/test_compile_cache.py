@@ -149,7 +149,8 @@ def test_a_fresh_process_compiles_nothing_anew(tmp_path: Path) -> None:
 def in_a_process(code: str, *arguments: Path, caches: Path) -> str:
     """What a new Python process prints, whose caches are its own."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches)}
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(caches), "TRITON_HOME": str(caches)}
+    environment.pop("TRITON_CACHE_DIR", None)  # which PyTorch sets
     run = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     return run.stdout
