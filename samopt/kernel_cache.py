@@ -1,16 +1,19 @@
 """The Triton kernels of samopt's own operators that this process compiled, to be found by another.
 
 PyTorch's artifacts hold the kernels that it generates, not those that operators launch: a new process would compile
-these anew, in seconds each. Only what Triton needs to launch them is kept, a binary and its description.
+these anew, in seconds each. Only what Triton needs to launch them is kept: a binary and its description, and, before
+Triton 3.8, a module in C for each kind of arguments.
 """
 
 from __future__ import annotations
 
+import base64
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -30,17 +33,24 @@ def compiled(device: torch.device) -> dict[str, Tensor]:
         device: with its index. There are no kernels for a CPU.
 
     Returns:
-        Each file as uint8 [bytes], by the kernel's key and the file's name. A kernel whose files are gone, or are not
-        what is known here, is left out: that costs a compilation.
+        Each file as uint8 [bytes], by its key in Triton's cache and its name. A kernel whose files are gone, or are
+        not what is known here, is left out: that costs a compilation.
     """
     if device.type != "cuda" or not has_triton_package():
         return {}
+    kernels = list(_launched(device.index))
+    entries = []
+    for kernel in kernels:
+        files = {f"{kernel.hash}/{name}": path for name, path in kernel.metadata_group.items() if name.endswith(NEEDED)}
+        if len(files) == 2:
+            entries.append(files)
+    for path in {str(module.__file__) for module in _launchers(kernels)}:
+        entries.append({f"{_key(Path(path).parent.name)}/{Path(path).name}": path})
     found: dict[str, Tensor] = {}
-    for kernel in _launched(device.index):
-        kept = {f"{kernel.hash}/{name}": path for name, path in kernel.metadata_group.items() if name.endswith(NEEDED)}
-        if len(kept) == 2 and all(map(ENTRY.fullmatch, kept)):
+    for files in entries:
+        if all(map(ENTRY.fullmatch, files)):
             try:
-                found |= {name: _content(path) for name, path in kept.items()}
+                found |= {name: _content(path) for name, path in files.items()}
             except (OSError, ValueError):
                 continue
     return found
@@ -85,12 +95,37 @@ def _launched(index: int) -> Iterator[Any]:
             yield from (kernel for kernel in kernels if isinstance(kernel, CompiledKernel))
 
 
+def _launchers(kernels: Iterable[Any]) -> Iterator[ModuleType]:
+    """The modules in C that Triton built to launch kernels, and to ask the driver, in its cache."""
+    from triton.runtime import driver
+
+    asking = getattr(getattr(driver.active, "utils", None), "load_binary", None)
+    for launch in (asking, *(getattr(kernel._run, "launch", None) for kernel in kernels)):
+        inside = [cell.cell_contents for cell in getattr(launch, "__closure__", None) or ()]  # with tensor descriptors
+        for function in (launch, *inside):
+            module = getattr(function, "__self__", None)
+            if isinstance(module, ModuleType) and getattr(module, "__file__", None):
+                yield module
+
+
+def _key(folder: str) -> str:
+    """The key of a folder in Triton's cache, which is named after it in base 32; "" for other folders."""
+    try:
+        return base64.b32decode(folder + "=" * (-len(folder) % 8)).hex()
+    except ValueError:
+        return ""
+
+
 def _put(key: str, files: Mapping[str, bytes]) -> None:
-    """Adds a kernel to Triton's cache, unless it is there."""
+    """Adds a kernel, or a module in C, to Triton's cache, unless it is there."""
     from triton.runtime.cache import get_cache_manager
 
     cache = get_cache_manager(key)
-    for description in (name for name in files if name.endswith(".json")):
+    descriptions = [name for name in files if name.endswith(".json")]
+    for name in () if descriptions else files:
+        if cache.get_file(name) is None:
+            cache.put(files[name], name)
+    for description in descriptions:
         if not files.keys() <= (cache.get_group(description) or {}).keys():
             cache.put_group(description, {name: cache.put(content, name) for name, content in files.items()})
 

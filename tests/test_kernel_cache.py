@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 import shutil
 import sys
 import types
@@ -114,6 +116,42 @@ def test_what_was_compiled_for_the_gpu(launched: dict[int, Any]) -> None:
     assert compiled(torch.device("cuda", 97)) == {}
     assert compiled(torch.device("cpu")) == {}
     assert sys.modules["samopt.negating"].function.device_caches.keys() == {98, 99}, "looking adds none"
+
+
+LAUNCHER = """
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(7); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, "launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&definition); }
+"""
+
+
+@pytest.mark.parametrize("with_descriptors", [False, True])
+def test_modules_that_launch_kernels_are_not_built_anew(
+    cache: Path, launched: dict[int, Any], monkeypatch: pytest.MonkeyPatch, with_descriptors: bool
+) -> None:
+    build: Any = importlib.import_module("triton.runtime.build")
+    launch = build.compile_module_from_src(LAUNCHER, "launcher").launch
+
+    def inner(*args: Any) -> Any:
+        return launch(*args)
+
+    launched[64]._run = types.SimpleNamespace(launch=inner if with_descriptors else launch)
+    files = compiled(GPU)
+    (name,) = (name for name in files if name.endswith(".so"))
+    assert len(files) == 5
+    shutil.rmtree(cache)
+    assert restore(files, GPU) is None
+    monkeypatch.setattr(build, "_build", None)
+    assert build.compile_module_from_src(LAUNCHER, "launcher").launch() == 7
+    assert [path.name for path in there(cache) if path.suffix == ".so"] == [name.partition("/")[2]]
+
+
+def test_a_module_from_elsewhere_is_left_out(launched: dict[int, Any]) -> None:
+    launched[64]._run = types.SimpleNamespace(launch=math.sqrt)
+    assert len(compiled(GPU)) == 4
 
 
 def test_kernels_that_cannot_be_collected_are_left_out(launched: dict[int, Any]) -> None:
