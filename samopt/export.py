@@ -18,8 +18,9 @@ from torch.export import Dim
 from samopt.answers import record
 from samopt.base import Pass
 from samopt.errors import SamoptError, first_line
+from samopt.kernel_cache import compiled
 from samopt.rebind import clone
-from samopt.save import ANSWERS, WEIGHTS, described, write_tensors
+from samopt.save import ANSWERS, KERNELS, WEIGHTS, described, write_tensors
 from samopt.saved_folder import Writer, check_target, write_folder
 
 ENCODER, DECODER, SHARED_DECODER = "encoder_{}.pt2", "decoder.pt2", "shared_decoder.pt2"
@@ -52,6 +53,7 @@ def export(
         SamoptError: a part of the model cannot be exported, and the message says why.
     """
     from samopt.passes import Compile
+    from samopt.passes.kernels.tuning import found_here
 
     folder, sizes = Path(folder), tuple(batch_sizes)
     Compile(batch_sizes=sizes).requires(model)
@@ -68,10 +70,24 @@ def export(
     for size in sizes:
         pixels = torch.zeros(size, 3, side, side, device=plain.device)
         files[ENCODER.format(size)] = functools.partial(_package, encoder, (pixels,), None)
+    if kernels := _kernels(plain, sizes):
+        files[KERNELS] = functools.partial(write_tensors, kernels)
     for name, shared in ((DECODER, False), (SHARED_DECODER, True)):
         arguments, dynamic = _decoder_arguments(plain, shared)
         files[name] = functools.partial(_package, PredictMasks(plain.mask_decoder), arguments, dynamic)
-    write_folder(folder, {"kind": "exported", **manifest, "batch_sizes": list(sizes)}, files)
+    about = {"kind": "exported", **manifest, "batch_sizes": list(sizes), "kernels": found_here()}
+    write_folder(folder, about, files)
+
+
+@torch.no_grad()
+def _kernels(sam: Any, batch_sizes: Sequence[int]) -> dict[str, Tensor]:
+    """The Triton kernels that the packages launch, none of which is in them: the decoder's were compiled when the
+    model's answers were recorded, and the encoder's are when it runs."""
+    if sam.device.type != "cuda":
+        return {}
+    for size in batch_sizes:
+        sam.image_encoder(torch.zeros(size, 3, *[sam.image_encoder.img_size] * 2, device=sam.device))
+    return compiled(sam.device)
 
 
 class PredictMasks(nn.Module):

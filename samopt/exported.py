@@ -23,7 +23,7 @@ from samopt.passes.mask_decoder import shared
 from samopt.rebind import rebind, wrap
 from samopt.rebuild import fill, without_weights
 from samopt.report import StepReport
-from samopt.save import WEIGHTS
+from samopt.save import KERNELS, WEIGHTS
 
 if TYPE_CHECKING:
     from segment_anything.modeling import Sam
@@ -59,9 +59,14 @@ def load_exported(folder: str | Path, *, verify: bool = False, passes: Mapping[s
     with saved.checked(WEIGHTS) as weights:
         tensors = saved.tensors(weights)
     fill(model, tensors, complete=True)
+    saved.offer_configurations()
+    notes = list(saved.report.notes)
+    if KERNELS in saved.manifest["files"] and (reason := saved.restore_kernels()):
+        notes.append(f"compiled kernels in the folder ignored: {reason}")
     packaged = functools.partial(predict_masks, Package(saved, DECODER), Package(saved, SHARED_DECODER))
     wrap(model.mask_decoder, "predict_masks", packaged)
-    report = dataclasses.replace(saved.report, steps=tuple(map(_ahead_of_time, saved.report.steps)))
+    steps = tuple(map(_ahead_of_time, saved.report.steps))
+    report = dataclasses.replace(saved.report, steps=steps, notes=tuple(notes))
     if verify:
         report = saved.verified(model, report)
     as_optimised(model, saved.recipe, report)

@@ -80,7 +80,7 @@ def load(
         model = without_weights(saved.geometry, recipe, steps)
         fill(model, tensors, complete=True)
     del tensors
-    _offer_kernels(saved.manifest["kernels"])
+    saved.offer_configurations()
     notes = list(saved.notes())
     if not saved.manifest["files"].keys().isdisjoint({CACHE, KERNELS}):
         notes.append(_use_cache(saved, compile_cache))
@@ -140,6 +140,18 @@ class Saved:
         except (SafetensorError, ValueError) as error:
             raise SavedModelError(f"{self.folder}: what it holds is not in the safetensors format: {error}") from error
 
+    def offer_configurations(self) -> None:
+        """Lets the kernels run with the configurations that they had there: none is sought again."""
+        from samopt.passes.kernels.tuning import offer
+
+        offer(self.manifest.get("kernels", {}))
+
+    def restore_kernels(self) -> str | None:
+        """Puts the compiled Triton kernels where Triton looks for them; why that was not possible, or None."""
+        with self.checked(KERNELS) as path:
+            kernels = self.tensors(path, torch.device("cpu"))
+        return restore(kernels, self.device)
+
     def notes(self) -> Iterator[str]:
         """What to say of another machine."""
         if found := differences(self.made, self.here):
@@ -175,12 +187,6 @@ def _structured(folder: Path, value: Any, kind: type[T]) -> T:
     return found
 
 
-def _offer_kernels(entries: dict[str, Any]) -> None:
-    from samopt.passes.kernels.tuning import offer
-
-    offer(entries)
-
-
 def _use_cache(saved: Saved, wanted: bool) -> str:
     """Uses the compiled code in a folder, or does not; says which, and why."""
     if not wanted:
@@ -191,9 +197,7 @@ def _use_cache(saved: Saved, wanted: bool) -> str:
     if CACHE in files:
         reasons.append(use(read_file(saved.folder, files[CACHE])))
     if KERNELS in files:
-        with saved.checked(KERNELS) as path:
-            kernels = saved.tensors(path, torch.device("cpu"))
-        reasons.append(restore(kernels, saved.device))
+        reasons.append(saved.restore_kernels())
     if not (found := "; ".join(filter(None, reasons))):
         return "compiled code in the folder used"
     return f"compiled code in the folder {'used in part' if None in reasons else 'ignored'}: {found}"

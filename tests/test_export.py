@@ -19,6 +19,8 @@ from torch import Tensor
 import samopt
 from samopt import InvalidInput, SamoptError, SavedModelError, export, load_exported, optimize, save
 from samopt.passes import CastDtype, FusedMaskDecoder, Int8Dynamic, LinearPatchEmbed, SDPAttention
+from samopt.passes.kernels import tuning
+from samopt.passes.kernels.tuning import Config
 from samopt.saved_folder import read_manifest
 from tests.models import random_sam
 from tests.test_load import answers
@@ -38,6 +40,28 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Sam, Path]:
     with torch._inductor.config.patch({"aot_inductor.compile_wrapper_opt_level": "O0"}):  # as they compile sooner
         export(model, folder, [2])
     return model, folder
+
+
+def test_kernels_come_along(sam: Sam, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that operators launch, which no package holds, and their configurations."""
+    files = {"key/a.cubin": torch.arange(3, dtype=torch.uint8)}
+    export_module, load_module = sys.modules["samopt.export"], sys.modules["samopt.load"]
+    monkeypatch.setattr(export_module, "_kernels", lambda *_: files)
+    monkeypatch.setattr(export_module, "_package", lambda *arguments: arguments[-1].write_bytes(b"code"))
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda *_, **__: None)
+    monkeypatch.setattr(tuning, "_found", {"a key": Config.of(BLOCK=3)})
+    export(optimize(sam, [LinearPatchEmbed()], verify="off"), tmp_path / "model")
+    monkeypatch.setattr(tuning, "_offered", {})
+    (note,) = samopt.report(load_exported(tmp_path / "model")).notes
+    assert note == "compiled kernels in the folder ignored: 'key/a.cubin' is no file of a kernel"
+    assert tuning._offered == {"a key": tuning.encode(Config.of(BLOCK=3))}
+    restored: list[Any] = []
+    monkeypatch.setattr(load_module, "restore", lambda *arguments: restored.append(arguments))
+    assert samopt.report(load_exported(tmp_path / "model")).notes == ()
+    ((found, device),) = restored
+    assert found.keys() == files.keys()
+    assert torch.equal(found["key/a.cubin"], files["key/a.cubin"])
+    assert device == torch.device("cpu")
 
 
 def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-4) -> bool:
@@ -141,8 +165,8 @@ def test_folders_of_the_other_kind(exported: tuple[Sam, Path], tmp_path: Path) -
 def test_another_machine_and_changed_code(exported: tuple[Sam, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     _, folder = exported
     with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(torch, "__version__", "9.9")
-        with pytest.raises(SavedModelError, match=r"other versions: torch .* there and 9\.9 here; export it here"):
+        elsewhere.setattr(torch, "__version__", "9.9.0")
+        with pytest.raises(SavedModelError, match=r"other versions: torch .* there and 9\.9\.0 here; export it here"):
             load_exported(folder)
     (package,) = folder.glob("decoder-*.pt2")
     content = package.read_bytes()
