@@ -59,7 +59,7 @@ class Compile(Pass):
 
     Attributes:
         scope: "block" compiles patch embedding, every block and the neck; "encoder" the encoder as a whole; "none"
-            leaves the encoder's code as it is, and gives it CUDA graphs, or, without those, batch sizes only.
+            compiles nothing, the decoder neither: there are CUDA graphs, or, without those, batch sizes only.
         mode: "default", or "max-autotune" to time kernel candidates while compiling.
         batch_sizes: the batch sizes to compile for, rising. A larger batch runs in pieces of the last; what is left of
             it, like any other batch, is filled up with zero images to the next size, and the features are cut back.
@@ -101,7 +101,7 @@ class Compile(Pass):
         device = next(model.parameters()).device.type
         if self.cuda_graphs is True and device != "cuda":
             raise Unsupported(f"CUDA graphs need a GPU and the model is on {device}", "leave cuda_graphs out")
-        if self.scope == "none" and (self.decoder is False or (self.decoder == "auto" and device != "cuda")):
+        if self.scope == "none":
             return
         if device == "cpu" and not _cpp_compiler():
             raise Unsupported("TorchInductor found no C++ compiler", "install g++ or clang, or set CXX")
@@ -125,7 +125,8 @@ class Compile(Pass):
         prompts = ((fqn, "prompts", module, _prompts_differ) for fqn, module in prompt_encoders(model))
         decoders = ((fqn, "decoder", module, _decoder_differs) for fqn, module in mask_decoders(model))
         for fqn, kind, module, differ in (*prompts, *decoders):
-            if self.decoder is True or (self.decoder == "auto" and next(module.parameters()).is_cuda):
+            wanted = self.decoder is True or (self.decoder == "auto" and next(module.parameters()).is_cuda)
+            if wanted and (self.scope != "none" or self._captured(module)):
                 reason = differ(module)
                 yield Skip(fqn, f"it is not compiled: {reason}") if reason else Site(fqn, {"kind": kind})
 
@@ -134,7 +135,8 @@ class Compile(Pass):
         if site.facts:
             name, run = PROMPTED[site.facts["kind"]]
             few = FewPrompts(CudaGraphs(name, kinds=KINDS, at_once=False) if self._captured(module) else None)
-            new._compiled_call_impl = functools.partial(run, few, new, self.compiled(new))
+            call = new._call_impl if self.scope == "none" else self.compiled(new)
+            new._compiled_call_impl = functools.partial(run, few, new, call)
             return new
         whole = is_encoder(module)
         call = new._call_impl

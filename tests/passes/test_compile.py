@@ -58,11 +58,11 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
-def test_an_encoder_may_stay_as_it_is_and_have_batch_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_is_compiled_there_are_batch_sizes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pass, "_cpp_compiler", lambda: None)
     sam = random_sam()
     ours = copy.deepcopy(sam)
-    result = Compile("none", batch_sizes=(1, 4))(ours)
+    result = Compile("none", batch_sizes=(1, 4), decoder=True)(ours)
     assert [site.fqn for site in result.sites] == ["image_encoder"]
     ours.image_encoder.neck = neck = Counting(ours.image_encoder.neck)
     images = torch.randn(3, 3, 64, 64)
@@ -70,8 +70,6 @@ def test_an_encoder_may_stay_as_it_is_and_have_batch_sizes_only(monkeypatch: pyt
         assert (ours.image_encoder(images) - sam.image_encoder(images)).abs().max() < 1e-5
     assert neck.seen == [4]
     assert "unique_graphs" not in torch._dynamo.utils.counters["stats"]
-    with pytest.raises(Unsupported, match=r"no C\+\+ compiler"):
-        Compile("none", decoder=True)(random_sam())
 
 
 @pytest.mark.usefixtures("dynamo_only")

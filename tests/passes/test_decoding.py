@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -140,13 +140,13 @@ def test_a_decoder_past_the_recompile_limit_is_an_error_and_a_copy_is_not_compil
 # With CUDA graphs, on a stand-in for the GPU
 
 
-def captured_decoder(*passes: Pass) -> tuple[Any, Any]:
+def captured_decoder(*passes: Pass, scope: Literal["block", "none"] = "block") -> tuple[Any, Any]:
     """A Sam whose decoder and prompt encoder get CUDA graphs, and the same one as it is."""
     sam = random_sam()
     for pass_ in (WhereIndexing(), *passes):
         pass_(sam)
     ours = copy.deepcopy(sam)
-    Compile(decoder=True, cuda_graphs=True)(ours)
+    Compile(scope, decoder=True, cuda_graphs=True)(ours)
     return ours, sam
 
 
@@ -166,6 +166,21 @@ def test_what_comes_again_is_captured_and_answers_stay(on_stand_in: StandIn, pas
             assert_bit_equal(list(answer), list(sam.mask_decoder(*given, multimask)))
         assert len(on_stand_in.captured) == (len(kinds) if turn else 0)
         assert on_stand_in.replays == turn * len(kinds)
+
+
+@torch.no_grad()
+def test_graphs_need_no_compilation(on_stand_in: StandIn) -> None:
+    ours, sam = captured_decoder(*EVERYTHING, scope="none")
+    points = 64 * torch.rand(3, 2, 2), torch.randint(-1, 2, (3, 2))
+    image, positions = torch.randn(2, 1, 64, 4, 4)
+    for _ in range(3):
+        given, expected = (model.prompt_encoder(points, None, None) for model in (ours, sam))
+        assert_bit_equal(list(given), list(expected))
+        answers = (model.mask_decoder(image, positions, *given, True) for model in (ours, sam))
+        found, wanted = answers
+        assert_bit_equal(list(found), list(wanted))
+    assert (sorted(on_stand_in.captured), on_stand_in.replays) == ([1, 3], 4)
+    assert compilations() == 0
 
 
 @torch.no_grad()
