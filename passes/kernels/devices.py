@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 HALVES = (torch.bfloat16, torch.float16)
+
+# Held while a CUDA graph is captured, and while kernels are timed, which waits for the whole GPU: that breaks a
+# capture, whichever thread does it. Who holds it may do both.
+GPU_ALONE = threading.RLock()
 
 
 def not_half(dtype: torch.dtype) -> str | None:

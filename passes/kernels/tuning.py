@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton_package
 
 from samopt.errors import Unsupported, first_line
+from samopt.passes.kernels.devices import GPU_ALONE
 
 # Relative error of a correct result.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 4e-2}
@@ -116,14 +117,17 @@ def choose(problem: Problem) -> Config:
         raise Unsupported("Triton is not installed")
     key = problem.versioned_key()
     with _lock:
-        if key not in _found:
-            _found[key] = (
-                _stored(problem, cache_file(), key)
-                or _candidate(problem, "a saved model", _offered, key)
-                or _stored(problem, SHIPPED, key)
-                or _seek(problem)
-            )
-        found = _found[key]
+        found = _found.get(key)
+    if found is None:
+        with GPU_ALONE, _lock:  # in this order, as in a capture, in which kernels ask for their configurations
+            if key not in _found:
+                _found[key] = (
+                    _stored(problem, cache_file(), key)
+                    or _candidate(problem, "a saved model", _offered, key)
+                    or _stored(problem, SHIPPED, key)
+                    or _seek(problem)
+                )
+            found = _found[key]
     if isinstance(found, str):
         raise Unsupported(found)
     return found
@@ -228,12 +232,20 @@ def source_hash(sources: tuple[str, ...]) -> str:
 
 
 def code_of(source: str) -> str:
-    """A module's code without its comments, docstrings and layout."""
+    """A module's code without its comments, docstrings and layout; the same text with every version of Python, which
+    `ast.unparse` and `ast.dump` do not give."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree)
+    return _text(tree)
+
+
+def _text(part: Any) -> str:
+    if isinstance(part, ast.AST):
+        fields = {name: value for name, value in ast.iter_fields(part) if value is not None and value != []}
+        return f"{type(part).__name__}({', '.join(f'{name}={_text(value)}' for name, value in fields.items())})"
+    return f"[{', '.join(map(_text, part))}]" if isinstance(part, list) else repr(part)
 
 
 def cache_file() -> Path:

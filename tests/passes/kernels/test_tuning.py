@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samopt.errors import Unsupported
 from samopt.passes.kernels import attention_problem, scaled_problem, tuning
+from samopt.passes.kernels.devices import GPU_ALONE
 from samopt.passes.kernels.tuning import Config
 from tests.made_up_problem import Candidate, Tuner, nothing, off_by, one_row, refuse, right
 
@@ -47,6 +48,27 @@ def test_one_that_fails_while_it_is_timed_is_passed_over(tuner: Tuner) -> None:
 
     assert tuner.chosen(tuner.problem(Candidate(0.1, once), Candidate(1.0, right))) == 1
     assert len(calls) == 2
+
+
+def test_nothing_is_captured_while_candidates_are_tried_and_a_capture_may_try_some(tuner: Tuner) -> None:
+    """Timing waits for the whole GPU, which would break a capture of another thread."""
+    free: list[bool] = []
+
+    def see(out: Tensor) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            free.append(pool.submit(GPU_ALONE.acquire, blocking=False).result())
+        right(out)
+
+    with GPU_ALONE:
+        assert tuner.chosen(tuner.problem(Candidate(1.0, see))) == 0
+    tuner.forget()
+    assert tuner.chosen(tuner.problem(Candidate(1.0, see), shape=(("N", 4),))) == 0
+    assert free == [False] * 4
+    assert GPU_ALONE.acquire(blocking=False)
+    GPU_ALONE.release()
+    with ThreadPoolExecutor(1) as pool, GPU_ALONE:  # what is known is told also while another thread captures
+        known = tuner.problem(Candidate(1.0, right), shape=(("N", 4),))
+        assert pool.submit(tuning.choose, known).result(timeout=60) == known.candidates[0]
 
 
 def test_where_none_works_the_reasons_are_told(tuner: Tuner, cache: Path) -> None:
@@ -125,6 +147,14 @@ def test_comments_and_layout_are_no_code(old: str, new: str) -> None:
 def test_code_is_code(old: str, new: str) -> None:
     assert old in KERNEL
     assert tuning.code_of(KERNEL.replace(old, new)) != tuning.code_of(KERNEL)
+
+
+def test_code_is_the_same_text_with_every_python() -> None:
+    """Of quotes inside f-strings `ast.unparse` makes others from 3.12 on; `ast.dump` writes empty lists up to 3.12."""
+    assert tuning.code_of("""def f(): return f"{a or '0'}"  # so""") == (
+        "Module(body=[FunctionDef(name='f', args=arguments(), body=[Return(value=JoinedStr(values=[FormattedValue("
+        "value=BoolOp(op=Or(), values=[Name(id='a', ctx=Load()), Constant(value='0')]), conversion=-1)]))])])"
+    )
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samopt.errors import Unsupported
-from samopt.passes.kernels import attention_problem, linear, scaled_problem, tuning
+from samopt.passes.kernels import attention_problem, image_to_token, linear, scaled_problem, tuning
 from samopt.passes.kernels.attention_problem import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
 from samopt.passes.kernels.tuning import Config
 from tests.made_up_problem import Candidate, Tuner, off_by, right
@@ -238,6 +238,7 @@ def test_the_shipped_file_is_of_these_kernels() -> None:
         "int8_linear": (scaled_problem.INT8_CANDIDATES, scaled_problem.SOURCES),
         "float8_gelu": (scaled_problem.FLOAT8_CANDIDATES, scaled_problem.SOURCES),
         "linear": (linear.CANDIDATES, linear.SOURCES),
+        "image_to_token": (image_to_token.CANDIDATES, image_to_token.SOURCES),
     }
     for key, entry in read(COMMITTED).items():
         candidates, sources = shipped[key.partition("(")[0]]
