@@ -33,7 +33,7 @@ from samopt.base import Numerics, Pass, Phase
 from samopt.errors import InvalidInput, SamoptError, Unsupported
 from samopt.passes.batches import Batches, encode
 from samopt.passes.cuda_graphs import CudaGraphs
-from samopt.passes.decoding import KINDS, FewPrompts, decode, encode_prompts
+from samopt.passes.decoding import KEPT_BYTES, FewPrompts, decode, encode_prompts
 from samopt.rebind import bind_methods, clone
 from samopt.result import Site, Skip
 from samopt.structure import differs, encoders, is_encoder, join, mask_decoders, prompt_encoders
@@ -63,14 +63,15 @@ class Compile(Pass):
         mode: "default", or "max-autotune" to time kernel candidates while compiling.
         batch_sizes: the batch sizes to compile for, rising. A larger batch runs in pieces of the last; what is left of
             it, like any other batch, is filled up with zero images to the next size, and the features are cut back.
-        cuda_graphs: replay the whole encoder as a CUDA graph, one for each batch size, captured at its first call;
-            with `decoder` also the mask decoder and the prompt encoder, for up to 64 prompts, one for each number of
-            prompts and of points, captured when it comes again; "auto" where the model is on a GPU when the pass runs.
-            Where gradients are wanted, under autocast, and inside a capture of the caller's own, they run without.
-            What is returned is copied out of the graph's buffers: the features of one image do not change when the
-            next is encoded. Threads and streams may share the model; they take turns. Weights may be loaded, moved or
-            replaced, and modules and hooks put in or taken out. Other changes of a module that was captured, as a
-            forward that is bound anew or a norm's `eps`, are not seen: undo Compile and apply it again.
+        cuda_graphs: replay the whole encoder as a CUDA graph, one for each batch size, captured at its first call; with
+            `decoder` also the mask decoder and the prompt encoder, for up to 64 prompts, one for each number of points,
+            and of prompts, which are filled up to a power of two, captured when it comes again. "auto" where the model
+            is on a GPU when the pass runs. Where gradients are wanted, under autocast, and inside a capture of the
+            caller's own, they run without, and with a warning where a capture fails. What is returned is copied out of
+            the graph's buffers: the features of one image do not change when the next is encoded. Threads and streams
+            may share the model; they take turns. Weights may be loaded, moved or replaced, and modules and hooks put in
+            or taken out. Other changes of a module that was captured, as a forward that is bound anew or a norm's
+            `eps`, are not seen: undo Compile and apply it again.
         decoder: compile the mask decoder too: two compilations, for one prompt and for several, for each of multimask
             output and single, with mask prompts and without; and the prompt encoder, which is small kernels mostly, two
             for each of points, boxes and both. "auto" where the model is on a GPU when the pass runs: on a CPU a
@@ -134,7 +135,7 @@ class Compile(Pass):
         new: Any = clone(module)
         if site.facts:
             name, run = PROMPTED[site.facts["kind"]]
-            few = FewPrompts(CudaGraphs(name, kinds=KINDS, at_once=False) if self._captured(module) else None)
+            few = FewPrompts(CudaGraphs(name, keep=KEPT_BYTES, at_once=False) if self._captured(module) else None)
             call = new._call_impl if self.scope == "none" else self.compiled(new)
             new._compiled_call_impl = functools.partial(run, few, new, call)
             return new

@@ -9,23 +9,25 @@ captured anew. Values written into the weights in place, as `load_state_dict` do
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+import warnings
+import weakref
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from samopt.errors import SamoptError, first_line
+from samopt.passes.kernels.devices import GPU_ALONE
 from samopt.passes.parts import Parts
 
 Call = Callable[..., tuple[Tensor, ...]]
 
 WARM_UPS = 2  # the first call compiles and tunes kernels, the second allocates as every later one will
-
-_CAPTURING = threading.Lock()  # one at a time in a process, as PyTorch wants it
+MET = 1024  # kinds of calls to remember without a graph
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Captured:
     outputs: tuple[Tensor, ...]
     run: Callable[[], None]
 
+    @property
+    def nbytes(self) -> int:
+        """What it holds besides the weights, and the memory that it shares with others."""
+        return sum(tensor.nbytes for tensor in (*(buffer.memory for buffer in self.inputs), *map(_once, self.outputs)))
+
 
 class Device(Protocol):
     """What the graphs need of a GPU."""
@@ -88,7 +95,11 @@ class Device(Protocol):
         """Whether work on `given` can be captured now."""
 
     def capture(self, call: Call, inputs: tuple[Buffer, ...]) -> Captured:
-        """Captures `call` on buffers, which are the graph's own from then on."""
+        """Captures `call` on buffers, which are the graph's own from then on.
+
+        Raises:
+            SamoptError: it does something that cannot be captured, or what another thread did broke the capture.
+        """
 
     def turn(self, device: torch.device) -> AbstractContextManager[None]:
         """What is done inside happens on the GPU after all that was done inside before, whatever the streams."""
@@ -104,21 +115,23 @@ class CudaGraphs:
     """The CUDA graphs of one module. Threads may share them, and call from streams of their own.
 
     Args:
-        module: what is captured, as errors call it.
+        module: what is captured, as warnings call it.
         device: the GPU.
-        kinds: of calls to remember; where there are more, the one that did not come for longest is forgotten. None
-            remembers all.
+        keep: bytes that graphs may hold in buffers of their own: the one that was not used for longest goes. None keeps
+            all.
         at_once: capture the first call of a kind. Otherwise it runs as it is, and only the second is captured: what
             comes once is not worth it.
     """
 
     def __init__(
-        self, module: str, device: Device | None = None, *, kinds: int | None = None, at_once: bool = True
+        self, module: str, device: Device | None = None, *, keep: int | None = None, at_once: bool = True
     ) -> None:
         self._device: Device = device or Cuda(module)
-        self._kinds, self._at_once = kinds, at_once
+        self._keep, self._at_once = keep, at_once
         self._lock = threading.Lock()
-        self._graphs: OrderedDict[Any, Captured | None] = OrderedDict()  # None: met once
+        self._graphs: OrderedDict[Any, Captured] = OrderedDict()
+        self._met: OrderedDict[Any, None] = OrderedDict()  # kinds without a graph, met once
+        self._refused: set[Any] = set()  # kinds that cannot be captured
         self._parts: Parts | None = None
         self._addresses: list[int] = []
 
@@ -140,6 +153,8 @@ class CudaGraphs:
     ) -> tuple[Tensor, ...]:
         """Returns what `call(*inputs)` does, as tensors that no later replay overwrites.
 
+        A kind of call that cannot be captured runs without, with a warning.
+
         Args:
             call: captured where it was not; it may compile.
             inputs: tensors of one device. Other shapes, strides, dtypes or device than before, or another grad mode or
@@ -149,30 +164,52 @@ class CudaGraphs:
             dtypes: what `call` casts the inputs to before anything else: they are cast on the way into the graph. None
                 leaves them as they are.
             count: cuts the outputs to their first `count`; None leaves them whole.
-
-        Raises:
-            SamoptError: `call` does something that cannot be captured.
         """
         inside = dtypes or [given.dtype for given in inputs]
         alike = tuple((given.shape, given.stride(), dtype) for given, dtype in zip(inputs, inside, strict=True))
         key = (kind, alike, inputs[0].device, *_modes())
         with self._lock:
             self._forget_if_moved(parts)
-            if (graph := self._graphs.get(key)) is None and (self._at_once or key in self._graphs):
-                graph = self._device.capture(call, tuple(map(Buffer.of, inputs, inside)))
-            self._remember(key, graph)
-            if graph is not None:
+            if (graph := self._graph(key, call, inputs, inside)) is not None:
                 with self._device.turn(inputs[0].device):
                     for buffer, given in zip(graph.inputs, inputs, strict=True):
                         buffer.fill(given)
                     graph.run()
                     return tuple(_copied(output[:count]) for output in graph.outputs)
-        return tuple(output[:count] for output in call(*inputs))
+        outputs = call(*inputs)
+        return tuple(output if count in (None, len(output)) else _copied(output[:count]) for output in outputs)
 
-    def _remember(self, key: Any, graph: Captured | None) -> None:
+    def _graph(self, key: Any, call: Call, inputs: Sequence[Tensor], inside: Sequence[torch.dtype]) -> Captured | None:
+        """The graph of a kind of call, captured now if it is to have one and has none."""
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key]
+        if key in self._refused or not self._comes_again(key):
+            return None
+        try:
+            graph = self._device.capture(call, tuple(map(Buffer.of, inputs, inside)))
+        except SamoptError as error:
+            warnings.warn(str(error), stacklevel=2)
+            self._refused.add(key)
+            return None
         self._graphs[key] = graph
-        self._graphs.move_to_end(key)
-        if self._kinds is not None and len(self._graphs) > self._kinds:
+        self._make_room()
+        return graph
+
+    def _comes_again(self, key: Any) -> bool:
+        """Whether a kind of call was met before, where that is asked for."""
+        if self._at_once or key in self._met:
+            self._met.pop(key, None)
+            return True
+        self._met[key] = None
+        if len(self._met) > MET:
+            self._met.popitem(last=False)
+        return False
+
+    def _make_room(self) -> None:
+        while self._keep is not None and sum(graph.nbytes for graph in self._graphs.values()) > self._keep:
+            if len(self._graphs) == 1:
+                break
             self._device.wait()
             self._graphs.popitem(last=False)
 
@@ -181,6 +218,7 @@ class CudaGraphs:
         if parts is not self._parts or addresses != self._addresses:
             self._device.reset()
             self._graphs.clear()
+            self._refused.clear()
             self._parts, self._addresses = parts, addresses
 
 
@@ -204,13 +242,20 @@ class Cuda:
 
     Args:
         module: what is captured, as errors call it.
+
+    Attributes:
+        pooled: bytes of each GPU that graphs have for what lies between their inputs and outputs.
     """
+
+    everywhere: ClassVar[weakref.WeakSet[Cuda]] = weakref.WeakSet()  # those that are in use
 
     def __init__(self, module: str) -> None:
         self._module = module
         self._pool: Any = None
         self._side: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
+        self.pooled: Counter[int] = Counter()
+        self.everywhere.add(self)
 
     def takes(self, given: Tensor) -> bool:
         """Not on another device, not inside the caller's own capture, and not under autocast, whose cached copies of
@@ -221,9 +266,9 @@ class Cuda:
 
     def capture(self, call: Call, inputs: tuple[Buffer, ...]) -> Captured:
         """Calls it a few times on a side stream, for what happens only once, and captures it there."""
-        # One lock over both, as what is done only once may wait for the whole GPU, which breaks a capture.
+        # One lock over both, as what is done only once may wait for the whole GPU, which breaks another's capture.
         given = tuple(buffer.tensor for buffer in inputs)
-        with _CAPTURING, torch.cuda.device(given[0].device):
+        with GPU_ALONE, torch.cuda.device(given[0].device):
             if self._side is None:
                 self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -236,15 +281,19 @@ class Cuda:
         return Captured(inputs, outputs, graph.replay)
 
     def _record(self, graph: torch.cuda.CUDAGraph, call: Call, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        before = torch.cuda.memory_reserved()
         try:
-            # "thread_local": what other threads do on the GPU meanwhile is neither captured nor an error.
+            # "thread_local": what other threads do on the GPU meanwhile is not captured, and few things are an error.
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                return call(*given)
+                outputs = call(*given)
         except RuntimeError as error:
+            self._pool = self._side = None  # which a broken capture may leave unusable; other graphs keep theirs
             raise SamoptError(
-                f"{self._module} cannot be captured as a CUDA graph: {first_line(error)}; leave cuda_graphs out, "
-                "or, if the cause is that position tables are indexed at every call, apply HoistRelPos before Compile"
+                f"{self._module} runs without a CUDA graph, as it cannot be captured: {first_line(error)}; if position "
+                "tables are indexed at every call, apply HoistRelPos before Compile"
             ) from error
+        self.pooled[torch.cuda.current_device()] += max(torch.cuda.memory_reserved() - before, 0)
+        return outputs
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
@@ -267,4 +316,11 @@ class Cuda:
     def reset(self) -> None:
         """Waits for the last turn; the next capture starts another pool, on the device that the weights are on then."""
         self.wait()
+        self.pooled.clear()
         self._pool = self._side = self._done = None
+
+
+def pooled_bytes(device: torch.device) -> int:
+    """Memory of a GPU that CUDA graphs hold, which is no other's to use though PyTorch counts most of it as free."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return sum(cuda.pooled[index] for cuda in list(Cuda.everywhere))

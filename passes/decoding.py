@@ -1,7 +1,8 @@
 """The compiled prompt encoder and mask decoder: one compilation for any number of prompts, CUDA graphs for few.
 
 A decoder of few prompts is some 100 kernels of a few microseconds, which take longer to launch than to run: to a person
-who places one point after another, that is the time of an answer. As CUDA graphs they are launched at once. Of many
+who places one point after another, that is the time of an answer. As CUDA graphs they are launched at once. Prompts do
+not mix, so that their number is filled up to a power of two: there are few graphs, whatever numbers come. Of many
 prompts the kernels are long, and a graph would only hold memory.
 """
 
@@ -14,13 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samopt.passes.batches import fill_up
 from samopt.passes.cuda_graphs import Call, CudaGraphs
 from samopt.passes.mask_decoder import shared
 from samopt.passes.parts import Parts, PartsOf
 
-KINDS = 16  # of calls to keep a graph of: they differ in the numbers of prompts, and of points
 FEW_PROMPTS = 64
 FEW_BYTES = 64 << 20  # of inputs, which a graph keeps copies of: 16 images or masks of SAM's, one of each as a rule
+KEPT_BYTES = 512 << 20  # of all graphs' inputs and outputs: of 64 prompts 60 MiB, of one 9
 
 
 class FewPrompts:
@@ -34,21 +36,22 @@ class FewPrompts:
     def __init__(self, graphs: CudaGraphs | None = None) -> None:
         self.graphs, self.parts = graphs, PartsOf()
 
-    def run(
-        self, call: Call, inputs: Sequence[Tensor], parts: Parts, prompts: int, kind: Hashable
-    ) -> tuple[Tensor, ...]:
+    def run(self, call: Call, inputs: Sequence[Tensor], parts: Parts, kind: Hashable) -> tuple[Tensor, ...]:
         """Returns what `call(*inputs)` does, through a graph where there is, or is to be, one.
 
         Args:
             call: what runs the module.
-            inputs: tensors of one device.
+            inputs: tensors of one device, of each answer, [N, ...], or of all, [1, ...].
             parts: of the module.
-            prompts: their number.
             kind: what else `call` depends on.
         """
-        few = 0 < prompts <= FEW_PROMPTS and sum(given.nbytes for given in inputs) <= FEW_BYTES
+        lengths = {len(given) for given in inputs}
+        count = max(lengths)
+        few = 0 not in lengths and count <= FEW_PROMPTS and sum(given.nbytes for given in inputs) <= FEW_BYTES
         if self.graphs is not None and few and self.graphs.may_stand_for(inputs, parts):
-            return self.graphs.replay(call, inputs, parts, kind=kind)
+            size = 1 << (count - 1).bit_length()
+            filled = [fill_up(given, size) if len(given) == count != size else given for given in inputs]
+            return self.graphs.replay(call, filled, parts, kind=kind, count=count)
         return call(*inputs)
 
 
@@ -82,7 +85,7 @@ def encode_prompts(
         return uncompiled
     inputs = [*(points or ()), *(() if boxes is None else (boxes,))]
     given = points is not None, boxes is not None
-    sparse, dense = few.run(functools.partial(_encode, call, *given), inputs, parts, len(inputs[0]), given)
+    sparse, dense = few.run(functools.partial(_encode, call, *given), inputs, parts, given)
     return sparse, dense if masks is None else module._embed_masks(masks)
 
 
@@ -129,7 +132,7 @@ def decode(
         return uncompiled
     inputs = [shared(image_embeddings), image_pe, sparse, shared(dense_prompt_embeddings)]
     run = functools.partial(_decode, call, multimask_output)
-    logits, iou = few.run(run, inputs, parts, len(sparse), multimask_output)
+    logits, iou = few.run(run, inputs, parts, multimask_output)
     return logits, iou
 
 

@@ -7,16 +7,20 @@ compiles them into shared libraries with their weights. A process that loads the
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.export import Dim
 
 from samopt.answers import record
+from samopt.automatic_mask_generator import AutomaticMaskGenerator
 from samopt.base import Pass
+from samopt.batch_predictor import BatchPredictor
 from samopt.errors import SamoptError, first_line
 from samopt.kernel_cache import compiled
 from samopt.rebind import clone
@@ -79,14 +83,18 @@ def export(
     write_folder(folder, about, files)
 
 
-@torch.no_grad()
 def _kernels(sam: Any, batch_sizes: Sequence[int]) -> dict[str, Tensor]:
-    """The Triton kernels that the packages launch, none of which is in them: the decoder's were compiled when the
-    model's answers were recorded, and the encoder's are when it runs."""
+    """The Triton kernels that the packages launch, none of which is in them, and those for masks.
+
+    They are compiled when it runs: on blank images of each batch size, and to find every mask of one, with the many
+    prompts that takes. Single prompts it was asked when its answers were recorded.
+    """
     if sam.device.type != "cuda":
         return {}
+    blank = np.zeros((sam.image_encoder.img_size, sam.image_encoder.img_size, 3), np.uint8)
     for size in batch_sizes:
-        sam.image_encoder(torch.zeros(size, 3, *[sam.image_encoder.img_size] * 2, device=sam.device))
+        BatchPredictor(sam, batch_size=size).set_images([blank] * size)
+    AutomaticMaskGenerator(sam, pred_iou_thresh=-math.inf, stability_score_thresh=0.0).generate(blank)
     return compiled(sam.device)
 
 

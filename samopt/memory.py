@@ -15,12 +15,15 @@ IMAGE_BYTES = 4 << 30  # per image of 1024 px: the unmodified vit_h's attention 
 
 
 def memory_budget(device: torch.device) -> int:
-    """Bytes that may be used on `device`: of a GPU half of what is free, PyTorch's own cache included."""
+    """Bytes that may be used on `device`: of a GPU half of what is free, PyTorch's own cache included, but for what
+    CUDA graphs have of it."""
+    from samopt.passes.cuda_graphs import pooled_bytes
+
     if device.type != "cuda":
         return CPU_BYTES
     free, _ = torch.cuda.mem_get_info(device)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free + cached) // 2
+    return (free + max(cached - pooled_bytes(device), 0)) // 2
 
 
 def images_at_once(model: Any, budget: int) -> int:

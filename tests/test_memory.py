@@ -27,7 +27,11 @@ def test_half_of_a_gpus_free_memory_is_used_with_what_pytorch_keeps(monkeypatch:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 30 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 24 * GIB)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert memory_budget(torch.device("cuda")) == 8 * GIB
+    with monkeypatch.context() as graphs:
+        graphs.setattr("samopt.passes.cuda_graphs.pooled_bytes", lambda _: 2 * GIB)
+        assert memory_budget(torch.device("cuda")) == 7 * GIB
     assert memory_budget(torch.device("cpu")) == memory.CPU_BYTES
 
 

@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["h", "H", "W"])  # pictures of all sizes are served by one compilation
+# One compilation serves pictures of all heights; of widths those that vector stores fit have their own.
+@triton.jit(do_not_specialize=["h", "H"])
 def upscale(
     logits,  # [N, h, w]
     rows,  # [H, 4]: the first of the three lines, and their weights

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from samopt.errors import SamoptError
-from samopt.passes.cuda_graphs import Cuda, CudaGraphs
+from samopt.passes import cuda_graphs
+from samopt.passes.cuda_graphs import Cuda, CudaGraphs, pooled_bytes
 from samopt.passes.parts import Parts
 from tests.numerics import assert_bit_equal
 from tests.stand_in import StandIn
@@ -77,14 +78,53 @@ def test_what_is_expanded_is_kept_once(model: Model) -> None:
     assert model.device.captured == [2]
 
 
-def test_only_what_comes_again_is_captured_where_that_is_asked() -> None:
+def test_only_what_comes_again_is_captured_where_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MET", 2)
     model = Model()
-    model.graphs = CudaGraphs("the layer", model.device, kinds=2, at_once=False)
-    pixels = torch.randn(3, 3, 2, 4)
-    for count, captured in ((1, []), (1, [1]), (2, [1]), (1, [1]), (2, [1, 2]), (3, [1, 2]), (1, [1, 2]), (2, [1, 2])):
+    model.graphs = CudaGraphs("the layer", model.device, at_once=False)
+    pixels = torch.randn(4, 3, 2, 4)
+    for count, captured in ((1, []), (1, [1]), (2, [1]), (1, [1]), (3, [1]), (2, [1, 2])):
         assert_bit_equal(model(pixels[:count]), model.layer(pixels[:count]))
         assert model.device.captured == captured
-    assert model.device.waits == 3, "a third kind takes the place of the one that did not come for longest"
+    for count in (4, 1, 2, 4):
+        model(pixels[:count])
+    assert model.device.captured == [1, 2, 4]
+    for count in (2, 1, 4):
+        model.graphs._graphs.clear()
+        model(pixels[:count])
+    model(pixels[:3])
+    assert model.device.captured == [1, 2, 4], "of three kinds that were met the first is forgotten"
+
+
+def test_graphs_hold_so_many_bytes() -> None:
+    model = Model()
+    one = 4 * (3 * 2 * 4) * 2  # input and output
+    model.graphs = CudaGraphs("the layer", model.device, keep=3 * one)
+    pixels = torch.randn(4, 3, 2, 4)
+    for count in (1, 2, 1):
+        model(pixels[:count])
+    assert (model.device.captured, model.device.waits) == ([1, 2], 0)
+    model(pixels[:4])
+    assert (model.device.captured, model.device.waits) == ([1, 2, 4], 2), "the last is kept, whatever it holds"
+    model(pixels[:1])
+    model(pixels[:2])
+    assert (model.device.captured, model.device.waits) == ([1, 2, 4, 1, 2], 3)
+
+
+def test_what_cannot_be_captured_runs_without(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels, capture = torch.randn(2, 3, 2, 4), model.device.capture
+
+    def fail(*_: Any) -> Any:
+        raise SamoptError("the layer runs without a CUDA graph")
+
+    monkeypatch.setattr(model.device, "capture", fail)
+    with pytest.warns(UserWarning, match="the layer runs without a CUDA graph"):
+        assert_bit_equal(model(pixels), model.layer(pixels))
+    monkeypatch.setattr(model.device, "capture", capture)
+    assert_bit_equal(model(pixels), model.layer(pixels))
+    assert model.device.captured == [], "it is not tried again"
+    assert_bit_equal(model(pixels[:1]), model.layer(pixels[:1]))
+    assert model.device.captured == [1], "another kind of call is"
 
 
 def test_values_written_in_place_need_no_new_capture(model: Model) -> None:
@@ -202,18 +242,35 @@ def test_a_setting_that_chooses_other_kernels_is_captured_anew(model: Model, set
     assert model.device.resets == 1, "the other graphs stay"
 
 
-def test_a_failed_capture_says_what_failed_and_only_then_a_possible_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_says_what_failed_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(pixels: Tensor) -> tuple[Tensor]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
     monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 0)
+    cuda = Cuda("the mask decoder")
+    cuda._pool = cuda._side = cast(Any, "broken")
     with pytest.raises(SamoptError) as error:
-        Cuda("the mask decoder")._record(cast(torch.cuda.CUDAGraph, None), fail, (torch.zeros(1),))
+        cuda._record(cast(torch.cuda.CUDAGraph, None), fail, (torch.zeros(1),))
     assert str(error.value) == (
-        "the mask decoder cannot be captured as a CUDA graph: OutOfMemoryError: CUDA out of memory. Tried to allocate "
-        "2 GiB; leave cuda_graphs out, or, if the cause is that position tables are indexed at every call, apply "
-        "HoistRelPos before Compile"
+        "the mask decoder runs without a CUDA graph, as it cannot be captured: OutOfMemoryError: CUDA out of memory. "
+        "Tried to allocate 2 GiB; if position tables are indexed at every call, apply HoistRelPos before Compile"
     )
+    assert (cuda._pool, cuda._side) == (None, None)
+
+
+def test_what_graphs_hold_is_counted_as_long_as_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved = iter([100, 164, 200, 208])
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 7)
+    cuda, graph = Cuda("the mask decoder"), cast(torch.cuda.CUDAGraph, None)
+    for _ in range(2):
+        cuda._record(graph, lambda pixels: (pixels,), (torch.zeros(1),))
+    assert pooled_bytes(torch.device("cuda")) == pooled_bytes(torch.device("cuda", 7)) == 72
+    assert pooled_bytes(torch.device("cuda", 0)) == 0
+    cuda.reset()
+    assert pooled_bytes(torch.device("cuda")) == 0
 
 
 def test_a_cpu_takes_no_graphs() -> None:
