@@ -33,6 +33,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+# Triton's language before any test ran: its interpreter puts functions of its own there, and leaves them where an
+# interpreted kernel raises.
+LANGUAGE = {
+    owner: dict(vars(owner))
+    for owner in (tl, tl.core, tl.math, tl.core.tensor, tl.core.dtype, tl.core.tensor_descriptor_base)
+}
+
 GPU = torch.device("cuda", 99)  # nothing else ran there
 HOPPER = GPUTarget("cuda", 90, 32)
 
@@ -69,7 +76,18 @@ def there(folder: Path) -> list[Path]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def language(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's language as it was."""
+    for owner, members in LANGUAGE.items():
+        for name in vars(owner).keys() - members.keys():
+            monkeypatch.delattr(owner, name)
+        for name, member in members.items():
+            if vars(owner).get(name) is not member:
+                monkeypatch.setattr(owner, name, member)
+
+
+@pytest.fixture
+def cache(language: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Triton's cache, of which PyTorch then makes another."""
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
