@@ -74,7 +74,7 @@ def run_as(count: int, sizes: Sequence[int]) -> list[int]:
 
 
 def fill_up(piece: Tensor, size: int) -> Tensor:
-    """`piece` [B, 3, H, W] with zero images after it, [size, 3, H, W], contiguous.
+    """`piece` [B, ...] with zeros after it, [size, ...], contiguous.
 
     For torch.compile it matters whether an input is an inference tensor and whether it requires a gradient, and a
     filled batch is to be of the same kind as a full one: the result is an inference tensor just where `piece` is, and

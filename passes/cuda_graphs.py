@@ -207,11 +207,12 @@ class CudaGraphs:
         return False
 
     def _make_room(self) -> None:
-        while self._keep is not None and sum(graph.nbytes for graph in self._graphs.values()) > self._keep:
-            if len(self._graphs) == 1:
-                break
+        while self._keep is not None and len(self._graphs) > 1 and self._nbytes() > self._keep:
             self._device.wait()
             self._graphs.popitem(last=False)
+
+    def _nbytes(self) -> int:
+        return sum(graph.nbytes for graph in self._graphs.values())
 
     def _forget_if_moved(self, parts: Parts) -> None:
         addresses = parts.addresses()
@@ -321,6 +322,10 @@ class Cuda:
 
 
 def pooled_bytes(device: torch.device) -> int:
-    """Memory of a GPU that CUDA graphs hold, which is no other's to use though PyTorch counts most of it as free."""
+    """Memory of a GPU that CUDA graphs hold, which is no other's to use though PyTorch counts most of it as free.
+
+    It is counted at captures, for callers that ask at every call; `samopt.memory.kept_by_graphs` asks PyTorch for a
+    list of all memory.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     return sum(cuda.pooled[index] for cuda in list(Cuda.everywhere))

@@ -10,11 +10,8 @@ from segment_anything.modeling import Sam
 
 import samopt
 from samopt.passes import Compile, HoistRelPos, WhereIndexing
+from tests.compilations import compilations
 from tests.stand_in import StandIn
-
-
-def compilations() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.usefixtures("dynamo_only")

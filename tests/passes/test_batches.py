@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from samopt.passes import CastDtype, Compile, HoistRelPos, SDPAttention
 from samopt.passes.batches import Batches, encode, fill_up, run_as
+from tests.compilations import compilations
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, relative_error
 from tests.stand_in import StandIn
@@ -24,10 +25,6 @@ GRAPHS = {"block": 4, "encoder": 1}  # of one batch size: patch embedding, windo
 
 
 pytestmark = pytest.mark.usefixtures("dynamo_only")
-
-
-def compilations() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
 def compiled(scope: Scope, sizes: tuple[int, ...] = (1, 2, 4)) -> tuple[Any, Any]:

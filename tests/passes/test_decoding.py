@@ -16,6 +16,7 @@ from torch import Tensor
 from samopt import Pass, SamoptError
 from samopt.passes import CastDtype, Compile, FusedMaskDecoder, HoistImagePE, SDPAttention, WhereIndexing
 from samopt.passes.decoding import FEW_PROMPTS
+from tests.compilations import compilations
 from tests.models import random_sam
 from tests.numerics import assert_bit_equal, relative_error
 from tests.stand_in import StandIn
@@ -32,10 +33,6 @@ def decoder_inputs(prompts: int, tokens: int = 2, *, masks: bool = False, images
 
     dense = normal(prompts, 64, 4, 4) if masks else normal(1, 64, 1, 1).expand(prompts, -1, 4, 4)
     return [normal(images, 64, 4, 4), normal(1, 64, 4, 4), normal(prompts, tokens, 64), dense]
-
-
-def compilations() -> int:
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
 NOTHING: tuple[Pass, ...] = ()
