@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samopt.passes.kernels.arithmetic import LOG2E, MASK, power_of_two
+from samopt.passes.kernels.hopper_launch import launch_hopper
 from samopt.passes.kernels.tuning import Config
 
 LARGEST_WINDOW = 62  # rows and columns: with two marks, 128 slots
@@ -150,11 +151,15 @@ def _launch_windows(config: Config, geometry: Geometry, inputs: Inputs, out: Ten
     _launch_terms(geometry, inputs, to, to[..., slots.h :], 1 / (inputs.scale * one), 1 / one)
     options = config.launch_options()
     box_h, box_w = power_of_two(rows), power_of_two(columns)
+    last = below or rows, beside or columns
+    if "CONSUMERS" in options:
+        one_hot = marks_of((rows, columns), last, (box_h, box_w), one, qkv.dtype, qkv.device)
+        launch_hopper(config, geometry, inputs, terms, one_hot, out)
+        return
     for rows_of in ("K_ROWS", "Q_ROWS"):
         options[rows_of] = max(min(options[rows_of], box_h), LEAST // box_w, 1)
     box_h = max(box_h, options["K_ROWS"])
     keys = [TensorDescriptor.from_tensor(qkv, [1, options["K_ROWS"], box_w, d or d1]) for d in (d1, d2)]
-    last = below or rows, beside or columns
     one_hot = marks_of((rows, columns), last, (box_h, box_w), one, qkv.dtype, qkv.device)
     across = -(-W // columns)
     windows = -(-H // rows) * across

@@ -9,9 +9,11 @@ from torch import Tensor
 
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.attention_reference import reference
+from samopt.passes.kernels.hopper_launch import hopper_candidates
 from samopt.passes.kernels.tuning import Config, Problem
 
-SOURCES = ("arithmetic", "position_terms", "global_attention", "window_attention", "attention_launch")
+GLOBAL_SOURCES = ("arithmetic", "position_terms", "global_attention", "attention_launch")
+WINDOW_SOURCES = (*GLOBAL_SOURCES, "window_attention", "hopper_launch", "hopper_window_attention")
 # A pipeline of at least two stages: with one, Triton 3.6 reads windows of two-part heads from outside shared memory.
 GLOBAL_CANDIDATES = (
     Config.of(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),
@@ -69,8 +71,10 @@ def problem(geometry: Geometry, dtype: torch.dtype, device: torch.device, batch:
         shape=tuple(vars(geometry).items()),
         dtype=dtype,
         device=device,
-        sources=SOURCES,
-        candidates=GLOBAL_CANDIDATES if geometry.is_global else WINDOW_CANDIDATES,
+        sources=GLOBAL_SOURCES if geometry.is_global else WINDOW_SOURCES,
+        candidates=GLOBAL_CANDIDATES
+        if geometry.is_global
+        else (*hopper_candidates(geometry, device), *WINDOW_CANDIDATES),
         output=lambda: torch.empty(shape, dtype=dtype, device=device),
         run=lambda config, out: launch(config, geometry, *inputs(), scale, out),
         reference=lambda: by_head(geometry, *inputs(), scale),

@@ -28,7 +28,9 @@ def entries(file: Path) -> list[str]:
     return list(json.loads(file.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("sources", [attention_problem.SOURCES, scaled_problem.SOURCES], ids=["attention", "products"])
+@pytest.mark.parametrize(
+    "sources", [attention_problem.WINDOW_SOURCES, scaled_problem.SOURCES], ids=["attention", "products"]
+)
 def test_every_problem_is_added_and_what_is_stale_is_dropped(file: Path, sources: tuple[str, ...]) -> None:
     kept = f"kernel(N=1) float16 on A100, source {tuning.source_hash(sources)}, torch 2.11.0, triton 3.6.0"
     file.write_text(

@@ -160,10 +160,10 @@ def test_code_is_the_same_text_with_every_python() -> None:
 @pytest.mark.parametrize(
     ("sources", "name", "old", "new"),
     [
-        (attention_problem.SOURCES, "arithmetic", "-30000.0", "-20000.0"),
-        (attention_problem.SOURCES, "position_terms", "constexpr = D1 + D2", "constexpr = D2 + D1"),
-        (attention_problem.SOURCES, "global_attention", "constexpr = D1 + D2", "constexpr = D2 + D1"),
-        (attention_problem.SOURCES, "window_attention", "constexpr = D1 + D2", "constexpr = D2 + D1"),
+        (attention_problem.WINDOW_SOURCES, "arithmetic", "-30000.0", "-20000.0"),
+        (attention_problem.WINDOW_SOURCES, "position_terms", "constexpr = D1 + D2", "constexpr = D2 + D1"),
+        (attention_problem.GLOBAL_SOURCES, "global_attention", "constexpr = D1 + D2", "constexpr = D2 + D1"),
+        (attention_problem.WINDOW_SOURCES, "window_attention", "constexpr = D1 + D2", "constexpr = D2 + D1"),
         (scaled_problem.SOURCES, "scaled_matmul", "1.0 / tl.load", "1 / tl.load"),
         (scaled_problem.SOURCES, "gelu", "-2.3022", "-2.3023"),
         (scaled_problem.SOURCES, "scaled_launch", "GROUP = 8", "GROUP = 4"),
@@ -188,6 +188,7 @@ def test_the_source_hash_is_that_of_every_source(
 def test_kernels_have_sources_of_their_own(tuner: Tuner) -> None:
     problem = tuner.problem()
     keys = {
-        dataclasses.replace(problem, sources=one).key() for one in (attention_problem.SOURCES, scaled_problem.SOURCES)
+        dataclasses.replace(problem, sources=one).key()
+        for one in (attention_problem.WINDOW_SOURCES, scaled_problem.SOURCES)
     }
     assert len(keys) == 2

@@ -16,6 +16,7 @@ from torch import Tensor
 from samopt.errors import Unsupported
 from samopt.passes.kernels import attention_problem, image_to_token, linear, scaled_problem, tuning
 from samopt.passes.kernels.attention_problem import GLOBAL_CANDIDATES, WINDOW_CANDIDATES
+from samopt.passes.kernels.hopper_launch import HOPPER_CANDIDATES
 from samopt.passes.kernels.tuning import Config
 from tests.made_up_problem import Candidate, Tuner, off_by, right
 
@@ -233,8 +234,8 @@ def test_without_triton_there_is_none(tuner: Tuner, monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(not COMMITTED.exists(), reason="nothing is shipped")
 def test_the_shipped_file_is_of_these_kernels() -> None:
     shipped = {
-        "global_attention": (GLOBAL_CANDIDATES, attention_problem.SOURCES),
-        "window_attention": (WINDOW_CANDIDATES, attention_problem.SOURCES),
+        "global_attention": (GLOBAL_CANDIDATES, attention_problem.GLOBAL_SOURCES),
+        "window_attention": ((*HOPPER_CANDIDATES, *WINDOW_CANDIDATES), attention_problem.WINDOW_SOURCES),
         "int8_linear": (scaled_problem.INT8_CANDIDATES, scaled_problem.SOURCES),
         "float8_gelu": (scaled_problem.FLOAT8_CANDIDATES, scaled_problem.SOURCES),
         "linear": (linear.CANDIDATES, linear.SOURCES),
