@@ -15,6 +15,7 @@ import functools
 import hashlib
 import json
 import os
+import statistics
 import tempfile
 import threading
 import time
@@ -31,6 +32,9 @@ from torch.utils._triton import has_triton_package
 from samopt.errors import Unsupported, first_line
 from samopt.passes.kernels.devices import GPU_ALONE
 
+# Of the candidates that are no slower than this times the fastest by one measurement, the first so many are measured
+# so many times more.
+CLOSE, FINALISTS, ROUNDS = 1.05, 4, 3
 # Relative error of a correct result.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 4e-2}
 SHIPPED = Path(__file__).with_name("tuned.json")
@@ -168,15 +172,24 @@ def _seek(problem: Problem) -> Config | str:
 
 @torch.no_grad()
 def tune(problem: Problem) -> Config:
-    """The fastest of the candidates whose result is right; see `choose` for what it raises."""
+    """The fastest of the candidates whose result is right; see `choose` for what it raises.
+
+    A GPU warms up, and slows down, while it measures one candidate after the other: those that come close to the
+    fastest are measured again, in turns.
+    """
     try:
         reference, out = problem.reference().float(), problem.output()
     except torch.OutOfMemoryError as failure:
         raise Unsupported(
             f"{problem.kernel} cannot be checked for {dict(problem.shape)}: {first_line(failure)}"
         ) from None
-    best: tuple[float, Config] | None = None
+    times: dict[Config, list[float]] = {}
     failures: list[str] = []
+
+    def seconds(config: Config) -> float:
+        with torch.cuda.device_of(out):
+            return gpu_seconds(functools.partial(problem.run, config, out))
+
     for config in problem.candidates:
         try:
             problem.run(config, out.fill_(float("nan")))  # what it does not write, it cannot pass for right
@@ -184,19 +197,19 @@ def tune(problem: Problem) -> Config:
             if not error <= TOLERANCE[problem.dtype]:
                 failures.append(f"wrong result, relative error {error:.1e}")
                 continue
-            with torch.cuda.device_of(out):
-                seconds = gpu_seconds(functools.partial(problem.run, config, out))
+            times[config] = [seconds(config)]
         except Exception as failure:  # a compiler or a driver may refuse in ways of its own
             failures.append(first_line(failure))
-            continue
-        if best is None or seconds < best[0]:
-            best = seconds, config
-    if best is None:
+    if not times:
         reasons = "; ".join(list(dict.fromkeys(failures))[:3])
         raise Unsupported(
             f"no configuration of {problem.kernel} works for {dict(problem.shape)} on {_gpu(problem.device)}: {reasons}"
         )
-    return best[1]
+    fastest = sorted(times, key=lambda config: times[config])[:FINALISTS]
+    close = [config for config in fastest if times[config][0] <= CLOSE * times[fastest[0]][0]]
+    for config in close * ROUNDS if len(close) > 1 else ():
+        times[config].append(seconds(config))
+    return min(close, key=lambda config: statistics.median(times[config]))
 
 
 def relative_error(result: Tensor, reference: Tensor) -> float:
