@@ -96,3 +96,8 @@ def arguments(name: str, dtype: torch.dtype, device: str = "cpu", rearranged: bo
     if rearranged:
         first = first.transpose(1, 2).contiguous().transpose(1, 2)
     return (first, *others)
+
+
+def on_the_cpu(given: tuple[object, ...]) -> tuple[object, ...]:
+    """Arguments with their tensors on the CPU."""
+    return tuple(x.cpu() if isinstance(x, Tensor) else x for x in given)
