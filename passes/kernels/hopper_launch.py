@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from samopt.passes.kernels.attention_launch import Geometry, Inputs
 
 # PROGRAMS are those of a multiprocessor at a time. A group of four warps that computes needs 160 registers a thread, or
-# spills, so that three of them fit, or two that have more.
+# spills, so that three of them fit, or two that have more. QUERIES is a multiple of CONSUMERS: so each buffer is always
+# read by the same group, which cannot mistake one use of it for the one before the last.
 HOPPER_CANDIDATES = (
     Config.of(CONSUMERS=1, PAIRS=1, QUERIES=2, PROGRAMS=2, num_warps=4, num_stages=1, maxnreg=128),
     Config.of(CONSUMERS=2, PAIRS=2, QUERIES=4, PROGRAMS=1, num_warps=4, num_stages=1, maxnreg=168),
-    Config.of(CONSUMERS=3, PAIRS=2, QUERIES=4, PROGRAMS=1, num_warps=4, num_stages=1, maxnreg=128),
+    Config.of(CONSUMERS=3, PAIRS=2, QUERIES=3, PROGRAMS=1, num_warps=4, num_stages=1, maxnreg=128),
     Config.of(CONSUMERS=3, PAIRS=2, QUERIES=6, PROGRAMS=1, num_warps=4, num_stages=1, maxnreg=128),
 )
 ROWS, COLUMNS = 4, 16  # of a box of tokens

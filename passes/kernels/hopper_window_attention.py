@@ -7,7 +7,7 @@ warps compute, each those four rows at a turn: the products of the next keys run
 
 Groups and loads wait for each other by barriers in shared memory, each of which is used again and again; a wait names
 the parity of the use. No group may therefore be two uses behind or ahead: all wait for, and give back, every pair, also
-one in which they have no turn.
+one in which they have no turn, and a buffer for queries is always the same group's.
 
 Tokens outside the grid arrive as zeros. The group with a border window's first turn writes the padding's key and value
 over them, before any group reads them.
@@ -72,6 +72,7 @@ def hopper_window_attention(
     QUERIES: gl.constexpr,  # buffers for a turn's
     REGISTERS: gl.constexpr,  # of a thread that computes
 ):
+    gl.static_assert(QUERIES % CONSUMERS == 0)
     dtype: gl.constexpr = keys1.dtype
     STEPS: gl.constexpr = (rows + 1) // ROWS
     SHORT: gl.constexpr = (rows % ROWS == 1) | (rows % ROWS == 2)  # whether a step with two rows follows
@@ -298,6 +299,7 @@ def _compute(
             _write(first, acc1, share, turn, top, left, grid, window, D)
             if D2 > 0:
                 _write(first + D1, acc2, share, turn, top, left, grid, window, D)
+        barrier()  # one thread speaks for the group
         mbarrier.arrive(kv_free.index(at), count=1)
         before += turns
         use += 1  # noqa: SIM113 - Triton has no enumerate

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.utils._triton import has_triton_package
 
+from samopt.passes.kernels import hopper_launch
 from samopt.passes.kernels.attention_launch import Geometry, launch
 from samopt.passes.kernels.attention_problem import WINDOW_CANDIDATES, problem
 from samopt.passes.kernels.hopper_launch import HOPPER_CANDIDATES, LOADER_REGISTERS, hopper_candidates, registers
@@ -74,6 +75,12 @@ def test_registers_are_those_that_the_gpu_has(config: Config) -> None:
     assert each % 8 == 0
 
 
+@pytest.mark.parametrize("config", HOPPER_CANDIDATES, ids=str)
+def test_a_buffer_for_queries_is_always_the_same_groups(config: Config) -> None:
+    options = config.launch_options()
+    assert options["QUERIES"] % options["CONSUMERS"] == 0
+
+
 @pytest.mark.skipif(not has_triton_package(), reason="needs Triton")
 def test_it_compiles_for_hopper_and_fits() -> None:
     # In a process of its own, as Triton interprets in this one.
@@ -134,16 +141,24 @@ CASES = {
     "13 rows": Geometry(40, 64, 13, 16, 2, 48),
     "3 rows": Geometry(10, 20, 3, 9, 2, 32),
     "16 rows": Geometry(32, 20, 16, 10, 2, 32),
+    "5 rows": Geometry(12, 33, 5, 16, 1, 64),
+    "9 rows": Geometry(20, 12, 9, 12, 1, 80),  # one window across
+    "less than a box": Geometry(3, 9, 14, 14, 2, 64),
 }
 
 
 @pytest.mark.gpu
 @needs_hopper
+@pytest.mark.parametrize("multiprocessors", [None, 1], ids=["all", "one"])  # one: few programs, each with many pairs
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("config", HOPPER_CANDIDATES, ids=str)
-def test_every_configuration_is_right(config: Config, case: str) -> None:
+def test_every_configuration_is_right(
+    config: Config, case: str, multiprocessors: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from triton.runtime.errors import OutOfResources
 
+    if multiprocessors is not None:
+        monkeypatch.setattr(hopper_launch, "_multiprocessors", lambda device: multiprocessors)
     geometry = CASES[case]
     for dtype, tolerance, factor in ((torch.bfloat16, 1e-2, 1), (torch.bfloat16, 1e-2, 12), (torch.float16, 2e-3, 1)):
         for batch in (1, 3):
