@@ -317,4 +317,8 @@ print(sorted({*found[True]}), found[False])
 def test_a_fresh_process_compiles_no_kernel_anew(tmp_path: Path) -> None:
     in_a_process(SAVED, tmp_path / "model", caches=tmp_path / "first")
     found = in_a_process(STARTED, tmp_path / "model", caches=tmp_path / "second")
-    assert found == "['global_attention', 'position_terms', 'window_attention'] []\n"
+    kernels = [
+        f"['global_attention', {windows}] []\n"
+        for windows in ("'hopper_window_attention', 'position_terms'", "'position_terms', 'window_attention'")
+    ]
+    assert found in kernels
