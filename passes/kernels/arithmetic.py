@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 LOG2E = 1.4426950408889634
+OVERFLOW = 2.0**100  # a sum of weights beyond is made again, with the running maximum
 MASK = -30000.0  # times its own negative a logit of -9e8, for what is no key; fits float16
 
 

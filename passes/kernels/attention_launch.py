@@ -40,6 +40,11 @@ class Geometry:
         first = 1 << (self.D.bit_length() - 1)
         return first, self.D - first
 
+    @property
+    def windows(self) -> tuple[int, int]:
+        """How many there are, one below the other and side by side, those that reach past the grid among them."""
+        return -(-self.H // self.rows), -(-self.W // self.columns)
+
     def unfit(self) -> str | None:
         """Why the kernels cannot take it, or None if they can."""
         first, second = self.halves
@@ -151,18 +156,17 @@ def _launch_windows(config: Config, geometry: Geometry, inputs: Inputs, out: Ten
     _launch_terms(geometry, inputs, to, to[..., slots.h :], 1 / (inputs.scale * one), 1 / one)
     options = config.launch_options()
     box_h, box_w = power_of_two(rows), power_of_two(columns)
+    for rows_of in {"K_ROWS", "Q_ROWS"} & options.keys():
+        options[rows_of] = max(min(options[rows_of], box_h), LEAST // box_w, 1)
+    box_h = max(box_h, options.get("K_ROWS", 0))
     last = below or rows, beside or columns
+    one_hot = marks_of((rows, columns), last, (box_h, box_w), one, qkv.dtype, qkv.device)
     if "CONSUMERS" in options:
-        one_hot = marks_of((rows, columns), last, (box_h, box_w), one, qkv.dtype, qkv.device)
         launch_hopper(config, geometry, inputs, terms, one_hot, out)
         return
-    for rows_of in ("K_ROWS", "Q_ROWS"):
-        options[rows_of] = max(min(options[rows_of], box_h), LEAST // box_w, 1)
-    box_h = max(box_h, options["K_ROWS"])
     keys = [TensorDescriptor.from_tensor(qkv, [1, options["K_ROWS"], box_w, d or d1]) for d in (d1, d2)]
-    one_hot = marks_of((rows, columns), last, (box_h, box_w), one, qkv.dtype, qkv.device)
-    across = -(-W // columns)
-    windows = -(-H // rows) * across
+    down, across = geometry.windows
+    windows = down * across
     window_attention[(B * windows * heads * -(-rows // options["Q_ROWS"]),)](
         qkv, *keys, inputs.padding, terms, one_hot, out, inputs.out_scale, H, W, across, windows, heads, inputs.scale,
         rows, columns, box_h, box_w, slots.total, d1, d2,

@@ -13,7 +13,7 @@ from samopt.passes.kernels.hopper_launch import hopper_candidates
 from samopt.passes.kernels.tuning import Config, Problem
 
 GLOBAL_SOURCES = ("arithmetic", "position_terms", "global_attention", "attention_launch")
-WINDOW_SOURCES = (*GLOBAL_SOURCES, "window_attention", "hopper_launch", "hopper_window_attention")
+WINDOW_SOURCES = (*GLOBAL_SOURCES, "window_attention", "hopper_launch", "hopper_turn", "hopper_window_attention")
 # A pipeline of at least two stages: with one, Triton 3.6 reads windows of two-part heads from outside shared memory.
 GLOBAL_CANDIDATES = (
     Config.of(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=3),

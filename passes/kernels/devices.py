@@ -43,3 +43,8 @@ def cannot_run(device: torch.device) -> str | None:
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"Triton kernels need compute capability 8.0, and {torch.cuda.get_device_name(device)} has less"
     return None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; one in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

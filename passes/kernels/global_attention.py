@@ -21,7 +21,7 @@ import triton.language as tl
 from samopt.passes.kernels import arithmetic
 
 LOG2E = tl.constexpr(arithmetic.LOG2E)
-OVERFLOW = tl.constexpr(2.0**100)
+OVERFLOW = tl.constexpr(arithmetic.OVERFLOW)
 
 
 @triton.jit

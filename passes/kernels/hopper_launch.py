@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from samopt.passes.kernels.devices import multiprocessors
 from samopt.passes.kernels.tuning import Config
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ HOPPER_CANDIDATES = (
     Config.of(CONSUMERS=3, PAIRS=2, QUERIES=6, PROGRAMS=1, num_warps=4, num_stages=1, maxnreg=128),
 )
 ROWS, COLUMNS = 4, 16  # of a box of tokens
+LAST_ROWS = 2  # of the last box, where one or two are left for it
 LOADER_REGISTERS = 24
 
 
@@ -54,11 +56,11 @@ def launch_hopper(
     from samopt.passes.kernels.hopper_window_attention import hopper_window_attention
 
     options = config.launch_options()
-    programs = options.pop("PROGRAMS") * _multiprocessors(inputs.qkv.device)
+    programs = options.pop("PROGRAMS") * multiprocessors(inputs.qkv.device)
     d1, d2 = geometry.halves
-    keys = [_boxes(inputs.qkv, rows, d or d1) for rows in (ROWS, 2) for d in (d1, d2)]
-    across = -(-geometry.W // geometry.columns)
-    windows = -(-geometry.H // geometry.rows) * across
+    keys = [_boxes(inputs.qkv, rows, d or d1) for rows in (ROWS, LAST_ROWS) for d in (d1, d2)]
+    down, across = geometry.windows
+    windows = down * across
     pairs = len(inputs.qkv) * windows * geometry.heads
     hopper_window_attention[(min(pairs, programs),)](
         *keys, _boxes(terms.flatten(3), ROWS, terms.shape[4]), inputs.padding, one_hot, out, inputs.out_scale,
@@ -89,8 +91,3 @@ def _layout(rows: int, width: int, dtype: torch.dtype) -> Any:
 
     half = gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
     return gl.NVMMASharedLayout.get_default_for([1, rows, COLUMNS, width], half)
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

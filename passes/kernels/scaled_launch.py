@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samopt.passes.kernels.devices import multiprocessors
 from samopt.passes.kernels.tuning import Config
 
 MULTIPLE = 16  # bytes: of the rows that the copy engine and 16-byte loads take
@@ -77,11 +78,6 @@ def has_tma(device: torch.device) -> bool:
     pointers.
     """
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; one in Triton's interpreter."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int, block: tuple[int, int]) -> Any:

@@ -158,7 +158,7 @@ def test_every_configuration_is_right(
     from triton.runtime.errors import OutOfResources
 
     if multiprocessors is not None:
-        monkeypatch.setattr(hopper_launch, "_multiprocessors", lambda device: multiprocessors)
+        monkeypatch.setattr(hopper_launch, "multiprocessors", lambda device: multiprocessors)
     geometry = CASES[case]
     for dtype, tolerance, factor in ((torch.bfloat16, 1e-2, 1), (torch.bfloat16, 1e-2, 12), (torch.float16, 2e-3, 1)):
         for batch in (1, 3):
